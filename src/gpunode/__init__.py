@@ -1,0 +1,1 @@
+"""gpunode: the GPU layer of a Kubernetes cluster, from the device to the gang that runs on it."""

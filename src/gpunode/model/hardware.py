@@ -1,0 +1,105 @@
+"""What a node's hardware is, as discovery found it: plain values, no NVML types."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PciAddress:
+    """A PCI function, always in the long form 0000:07:00.0 (lower case)."""
+
+    domain: int
+    bus: int
+    device: int
+    function: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.domain:04x}:{self.bus:02x}:{self.device:02x}.{self.function:x}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One NVLink of a GPU. `peer` is a GPU's UUID, or "switch", or "" where the driver does not say."""
+
+    index: int
+    active: bool
+    peer: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """NVLink fabric registration. state: unsupported, notStarted, inProgress or completed.
+
+    `cluster_uuid` is empty when the driver reports all zeros (the domain is then this node).
+    """
+
+    state: str
+    cluster_uuid: str = ""
+    clique: int = 0
+    healthy: bool = True
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network device near the GPUs; `rdma` is the RDMA device name or ""."""
+
+    pci: PciAddress
+    pcie_root: str
+    numa_node: int | None
+    rdma: str = ""
+
+
+@dataclass(frozen=True)
+class MigSlice:
+    """An existing MIG instance (GPU instance with one compute instance)."""
+
+    uuid: str
+    profile: str
+    placement_start: int
+    placement_size: int
+    gpu_instance: int
+    compute_instance: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One physical GPU. Fields that the driver does not offer are None or empty."""
+
+    uuid: str
+    pci: PciAddress
+    minor: int
+    product: str
+    memory_bytes: int
+    pcie_root: str = ""
+    numa_node: int | None = None
+    brand: str = ""
+    architecture: str = ""
+    compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
+    serial: str = ""
+    links: tuple[Link, ...] = ()
+    nvlink_peers: frozenset[str] = frozenset()
+    fabric: Fabric = Fabric("unsupported")
+    mig_enabled: bool = False
+    mig: tuple[MigSlice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything discovery found on one node, GPUs in PCI order."""
+
+    node: str
+    boot_id: str
+    driver_version: str = ""
+    cuda_version: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+
+
+def device_name(pci: PciAddress) -> str:
+    """DRA device name of a full GPU: from its PCI address, never from an index (design D5).
+
+    A DNS label: 0000:07:00.0 -> "gpu-0000-07-00-0".
+    """
+    return f"gpu-{pci.domain:04x}-{pci.bus:02x}-{pci.device:02x}-{pci.function:x}"

@@ -1,0 +1,36 @@
+"""Every name that other software can see: drivers, labels, annotations, taints, gates.
+
+Kept in one module so that a name is changed in one place and can be looked up in one place.
+"""
+
+from typing import Final
+
+DOMAIN: Final = "gpunode.dev"
+DEFAULT_DRIVER: Final = "gpu.gpunode.dev"
+SYSTEM_NAMESPACE: Final = "gpunode-system"
+
+# Scheduling gate that the admission policy adds and only the controller removes.
+PLACEMENT_GATE: Final = "gpunode.dev/placement"
+# Namespace label that switches gang placement on.
+GANG_NAMESPACE_LABEL: Final = "gpunode.dev/gang-scheduling"
+GANG_NAMESPACE_VALUE: Final = "enabled"
+
+# Device taint (NoSchedule) that keeps kube-scheduler from allocating devices the controller owns.
+MANAGED_TAINT: Final = "gpunode.dev/managed"
+# Prefix of the taint keys that health puts on devices: gpunode.dev/xid, gpunode.dev/ecc, ...
+HEALTH_TAINT_PREFIX: Final = "gpunode.dev/"
+HEALTH_DIMENSIONS: Final = ("xid", "ecc", "remap", "fabric", "link", "presence", "prepare")
+
+# Annotation on pods: which decision placed them.
+DECISION_ANNOTATION: Final = "gpunode.dev/decision"
+# Annotation on Jobs: the restart under way, JSON; present from before suspend until after resume.
+RESTART_ANNOTATION: Final = "gpunode.dev/restart"
+# Condition the controller keeps on every PodGroup it looks after.
+PLACED_CONDITION: Final = "gpunode.dev/Placed"
+
+CLAIM_FINALIZER: Final = "resource.kubernetes.io/delete-protection"
+POD_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/pod-claim-name"
+EXTENDED_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/extended-resource-claim"
+
+# ConfigMap (one key a node) through which faults reach agents on fake hardware.
+FAULTS_CONFIGMAP: Final = "gpunode-faults"
