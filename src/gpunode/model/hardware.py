@@ -103,3 +103,11 @@ def device_name(pci: PciAddress) -> str:
     A DNS label: 0000:07:00.0 -> "gpu-0000-07-00-0".
     """
     return f"gpu-{pci.domain:04x}-{pci.bus:02x}-{pci.device:02x}-{pci.function:x}"
+
+
+def mig_device_name(pci: PciAddress, profile: str, start: int) -> str:
+    """DRA device name of a MIG partition: its GPU's name, profile and placement start (design D5).
+
+    A DNS label: ("0000:07:00.0", "1g.10gb+me", 4) -> "gpu-0000-07-00-0-mig-1g-10gb-me-4".
+    """
+    return f"{device_name(pci)}-mig-{profile.replace('.', '-').replace('+', '-').lower()}-{start}"

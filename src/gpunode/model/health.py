@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gpunode.model.hardware import PciAddress
+
 
 class Dimension(StrEnum):
     """Independent sources of a verdict; a device is as healthy as its worst dimension."""
@@ -29,9 +31,65 @@ class Action(StrEnum):
 
     NONE = "none"
     RESTART_APP = "restart-app"
+    DRAIN = "drain"
     RESET_GPU = "reset-gpu"
     RESTART_HOST = "restart-host"
     INSPECT = "inspect"
+
+
+class Clear(StrEnum):
+    """Events that may end a finding. The operator's word and a replaced board end every finding."""
+
+    REBOOT = "reboot"
+    RESET = "reset"
+    VERDICT = "verdict"
+    SAMPLE = "sample"
+
+
+class RecoveryAction(StrEnum):
+    """The driver's own verdict on a GPU (NVML field 230 and XID 154). UNKNOWN: the driver does not say.
+
+    Source: nvml.h, nvmlDeviceGpuRecoveryAction_t.
+    """
+
+    UNKNOWN = "unknown"
+    NONE = "none"
+    GPU_RESET = "gpu-reset"
+    NODE_REBOOT = "node-reboot"
+    DRAIN_P2P = "drain-p2p"
+    DRAIN_AND_RESET = "drain-and-reset"
+    RECOVER_IMEX = "recover-imex-domain"
+    BUS_RESET = "bus-reset"
+    SYSTEM_REBOOT = "system-reboot"
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """What a poll of one GPU's health counters found. None: the driver does not offer the value.
+
+    ecc_uncorrected is the volatile count (since driver load or reset), the aggregate one survives both.
+    fabric_state is unsupported, notStarted, inProgress or completed; fabric_faults names what its health mask
+    reports (e.g. "route-unhealthy"). links_active and links_total count NVLinks. throttle names slowdown reasons.
+    """
+
+    uuid: str
+    pci: PciAddress
+    present: bool = True
+    recovery: RecoveryAction = RecoveryAction.UNKNOWN
+    ecc_uncorrected: int | None = None
+    ecc_uncorrected_aggregate: int | None = None
+    sram_threshold_exceeded: bool | None = None
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+    pages_retired: int | None = None
+    retirement_pending: bool | None = None
+    fabric_state: str = "unsupported"
+    fabric_faults: frozenset[str] = frozenset()
+    links_active: int | None = None
+    links_total: int | None = None
+    throttle: frozenset[str] = frozenset()
+    leftover_pids: tuple[int, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,6 +98,7 @@ class Finding:
 
     code: what names it in a taint value, e.g. "79" for XID 79. since: RFC 3339, UTC, seconds.
     message: code, meaning and action in one sentence of at most 1024 characters.
+    clears: which events may end it, names of Clear.
     """
 
     dimension: Dimension
@@ -48,7 +107,7 @@ class Finding:
     action: Action
     message: str
     since: str
-    clears: frozenset[str] = frozenset()
+    clears: frozenset[Clear] = frozenset()
 
 
 @dataclass(frozen=True)
