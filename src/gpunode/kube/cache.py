@@ -50,6 +50,10 @@ class Cache(Generic[T]):
         self._decoder = msgspec.json.Decoder(kind.type)
         self._version = ""
 
+    def observe(self, item: T) -> None:
+        """Take in an object that a write of ours just returned, so that the next decision already sees it."""
+        self._take(item.metadata.key, item)
+
     async def run(self) -> None:
         """Follow the collection until cancelled. Never raises for an unreachable or refusing server: retries."""
         failures = 0
@@ -92,7 +96,16 @@ class Cache(Generic[T]):
                 continue
             item = self._decoder.decode(event.object)
             self._version = item.metadata.resource_version
-            self._set(item.metadata.key, None if event.type == "DELETED" else item)
+            if event.type == "DELETED":
+                self._set(item.metadata.key, None)
+            else:
+                self._take(item.metadata.key, item)
+
+    def _take(self, key: str, item: T) -> None:
+        """Store unless a newer version is known already (events trail behind our own writes)."""
+        known = self.items.get(key)
+        if known is None or _version(item) > _version(known):
+            self._set(key, item)
 
     def _set(self, key: str, item: T | None) -> None:
         if item is None:
@@ -101,3 +114,9 @@ class Cache(Generic[T]):
             self.items[key] = item
         if self._on_change is not None:
             self._on_change(key, item)
+
+
+def _version(item: HasMeta) -> int:
+    """resourceVersions compare as integers (KEP-5504); anything else counts as oldest."""
+    text = item.metadata.resource_version
+    return int(text) if text.isdigit() else 0

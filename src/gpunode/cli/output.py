@@ -1,0 +1,39 @@
+"""How commands speak: tables and colour on terminals, plain text in pipes, JSON or YAML on request."""
+
+import sys
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import msgspec
+import typer
+import yaml
+from rich.console import Console
+
+
+class Format(StrEnum):
+    """Values of -o/--output."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def console() -> Console:
+    """Standard output; without a terminal rich drops colour, and lines are not folded at 80 columns."""
+    terminal = sys.stdout.isatty()
+    return Console(width=None if terminal else 200, highlight=False)
+
+
+def emit(value: object, output: Format) -> None:
+    """Print a plain value (or struct) as JSON or YAML."""
+    plain: Any = msgspec.to_builtins(value)
+    if output is Format.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode())
+    else:
+        typer.echo(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), nl=False)
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """One sentence on standard error and an exit code that is not zero."""
+    typer.secho(f"gpunode: {message}", fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+    raise typer.Exit(code)

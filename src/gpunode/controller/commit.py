@@ -1,0 +1,256 @@
+"""The controller's only writer: turns actions into API writes.
+
+Every write carries the resourceVersion it was decided on and is safe to repeat. A write that lost a race ends the
+action; what it had done so far is either undone (allocations of a gang whose gates are still closed) or completed
+by the next decision, which sees it in the snapshot.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import msgspec
+
+from gpunode.controller import patches
+from gpunode.controller.world import World
+from gpunode.kube.client import Api
+from gpunode.kube.errors import ApiError, UnreachableError
+from gpunode.kube.events import ObjectRef, Recorder
+from gpunode.kube.kinds import CLAIMS, JOBS, PODS
+from gpunode.model.core import Job, Pod, PodGroup
+from gpunode.model.gang import (
+    Action,
+    ClaimAllocation,
+    EnsureTaintRule,
+    Evict,
+    Place,
+    Reason,
+    ReasonCode,
+    Report,
+    Resume,
+)
+from gpunode.model.meta import Condition
+from gpunode.model.names import PLACEMENT_GATE
+from gpunode.model.resource import ResourceClaim
+
+logger = logging.getLogger(__name__)
+FIELD_MANAGER = "gpunode-controller"
+_PARALLEL_WRITES = 16
+
+
+class Committer:
+    """Applies actions. Failures of single actions are logged and left to the next decision."""
+
+    def __init__(self, api: Api, world: World, recorder: Recorder) -> None:
+        self._api = api
+        self._world = world
+        self._recorder = recorder
+        self._slots = asyncio.Semaphore(_PARALLEL_WRITES)
+
+    async def apply(self, actions: Iterable[Action]) -> int:
+        """Carry out the actions in order; the number that failed and must be decided again."""
+        failed = 0
+        for action in actions:
+            try:
+                await self._apply(action)
+            except (ApiError, UnreachableError, KeyError) as error:
+                failed += 1
+                stale = isinstance(error, KeyError) or (isinstance(error, ApiError) and (_raced(error)))
+                level = logging.INFO if stale else logging.ERROR
+                logger.log(level, "%s not completed, will decide again: %s", _describe(action), error)
+        return failed
+
+    async def _apply(self, action: Action) -> None:
+        match action:
+            case Place():
+                await self._place(action)
+            case Evict():
+                await self._evict(action)
+            case Resume():
+                await self._resume(action)
+            case Report():
+                await self._report(action.gang, action.reason)
+            case EnsureTaintRule():
+                await self._ensure_rule(action.driver)
+
+    async def _place(self, place: Place) -> None:
+        pods = self._world.caches.pods.items
+        consumers: dict[str, list[Pod]] = {}
+        allocations: dict[str, ClaimAllocation] = {}
+        for assignment in place.assignments:
+            for one in assignment.claims:
+                allocations[one.claim] = one
+                consumers.setdefault(one.claim, []).append(pods[assignment.pod])
+        written = await asyncio.gather(
+            *(self._allocate(one, consumers[claim]) for claim, one in allocations.items()), return_exceptions=True
+        )
+        errors = [result for result in written if isinstance(result, BaseException)]
+        if errors:
+            await asyncio.gather(*(self._undo(c) for c in written if isinstance(c, ResourceClaim)))
+            raise errors[0]
+        releases: list[tuple[str, str | None]] = [(assignment.pod, assignment.node) for assignment in place.assignments]
+        releases += [(pod, None) for pod in place.stragglers]
+        opened = await asyncio.gather(
+            *(self._release(pod, place.decision, node) for pod, node in releases), return_exceptions=True
+        )
+        errors = [result for result in opened if isinstance(result, BaseException)]
+        if errors:
+            raise errors[0]
+        if place.assignments:
+            nodes = sorted({assignment.node for assignment in place.assignments})
+            text = f"{len(place.assignments)} pods placed on {_some(nodes)} (decision {place.decision})"
+            logger.info("gang %s: %s", place.gang, text)
+            await self._report(place.gang, Reason(ReasonCode.PLACED, text))
+
+    async def _allocate(self, one: ClaimAllocation, consumers: list[Pod]) -> ResourceClaim:
+        claim = self._world.caches.claims.items[one.claim]
+        add_finalizer = patches.finalizer(claim)
+        async with self._slots:
+            if add_finalizer is not None:
+                claim = self._seen(await self._api.patch(CLAIMS.path_of(one.claim), add_finalizer))
+            body = patches.allocate(claim.metadata.resource_version, one.allocation, consumers)
+            return self._seen(await self._api.patch(CLAIMS.path_of(one.claim, "status"), body))
+
+    async def _undo(self, claim: ResourceClaim) -> None:
+        body = patches.deallocate(claim.metadata.resource_version)
+        try:
+            async with self._slots:
+                self._seen(await self._api.patch(CLAIMS.path_of(claim.metadata.key, "status"), body))
+        except (ApiError, UnreachableError) as error:
+            logger.warning("allocation of claim %s is left to the next decision: %s", claim.metadata.key, error)
+
+    def _seen(self, data: bytes) -> ResourceClaim:
+        claim = msgspec.json.decode(data, type=ResourceClaim)
+        self._world.caches.claims.observe(claim)
+        return claim
+
+    async def _release(self, key: str, decision: str, node: str | None) -> None:
+        pod = self._world.caches.pods.items[key]
+        if all(gate.name != PLACEMENT_GATE for gate in pod.spec.scheduling_gates):
+            return
+        async with self._slots:
+            body = patches.release(pod, decision, node)
+            data = await self._api.patch(PODS.path_of(key), body, kind="json")
+        self._world.caches.pods.observe(msgspec.json.decode(data, type=Pod))
+
+    async def _evict(self, evict: Evict) -> None:
+        logger.warning("evicting gang %s: %s", evict.gang, evict.reason.text)
+        intent = {
+            "decision": evict.decision,
+            "gang": evict.gang,
+            "reason": evict.reason.code,
+            "devices": list(evict.devices),
+            "started": _now(),
+        }
+        for key in evict.jobs:
+            job = self._world.caches.jobs.items[key]
+            await self._patch_job(key, patches.suspend(job.metadata.resource_version, intent))
+            await self._recorder.emit(
+                _job_ref(job), evict.reason.code, evict.reason.text, "Warning", "SuspendAndResume"
+            )
+        for key in evict.pods:
+            await self._evict_pod(key, evict.reason)
+        await self._report(evict.gang, evict.reason)
+
+    async def _evict_pod(self, key: str, reason: Reason) -> None:
+        pod = self._world.caches.pods.items[key]
+        namespace, _, name = key.rpartition("/")
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+            "deleteOptions": {"preconditions": {"uid": pod.metadata.uid}},
+        }
+        await self._api.create(PODS.path_of(key, "eviction"), body)
+        await self._recorder.emit(_pod_ref(pod), reason.code, reason.text, "Warning", "Evict")
+
+    async def _resume(self, resume: Resume) -> None:
+        job = self._world.caches.jobs.items[resume.job]
+        await self._patch_job(resume.job, patches.resume(job.metadata.resource_version))
+        logger.info("job %s resumed", resume.job)
+
+    async def _patch_job(self, key: str, body: patches.Json) -> None:
+        data = await self._api.patch(JOBS.path_of(key), body)
+        self._world.caches.jobs.observe(msgspec.json.decode(data, type=Job))
+
+    async def _ensure_rule(self, driver: str) -> None:
+        kind = self._world.served.taint_rules
+        if kind is None:
+            return
+        try:
+            data = await self._api.create(kind.path(), patches.taint_rule(kind.group_version, driver))
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            return
+        if self._world.caches.taint_rules is not None:
+            self._world.caches.taint_rules.observe(msgspec.json.decode(data, type=kind.type))
+
+    async def _report(self, gang: str, reason: Reason) -> None:
+        """Show the gang's one current reason as a condition and, when it changed, as an Event."""
+        kind, _, key = gang.partition("/")
+        placed = reason.code is ReasonCode.PLACED
+        fresh = Condition(type="", status="True" if placed else "False", reason=reason.code.value, message=reason.text)
+        target = self._target(kind, key)
+        if target is None:
+            return
+        about, path, current = target
+        body = patches.condition(current, fresh, _now())
+        if body is None:
+            return
+        apply = {
+            "apiVersion": about.api_version,
+            "kind": about.kind,
+            "metadata": {"name": about.name, "namespace": about.namespace, "uid": about.uid},
+            "status": {"conditions": [body]},
+        }
+        await self._api.patch(path, apply, kind="apply", params={"fieldManager": FIELD_MANAGER, "force": "true"})
+        await self._recorder.emit(about, reason.code, reason.text, "Normal" if placed else "Warning", "Place")
+
+    def _target(self, kind: str, key: str) -> tuple[ObjectRef, str, tuple[Condition, ...]] | None:
+        """The object that carries a gang's condition; None where it is gone."""
+        caches = self._world.caches
+        if kind == "podgroup" and caches.pod_groups is not None:
+            group: PodGroup | None = caches.pod_groups.items.get(key)
+            if group is None:
+                return None
+            ref = ObjectRef(
+                caches.pod_groups.kind.group_version,
+                "PodGroup",
+                group.metadata.name,
+                group.metadata.namespace,
+                group.metadata.uid,
+            )
+            return ref, caches.pod_groups.kind.path_of(key, "status"), group.status.conditions
+        pod = caches.pods.items.get(key)
+        if pod is None:
+            return None
+        return _pod_ref(pod), PODS.path_of(key, "status"), pod.status.conditions
+
+
+def _raced(error: ApiError) -> bool:
+    """The object changed or went away since the decision (a failed JSON Patch test is a 422 without a reason)."""
+    return error.conflict or error.not_found or (error.status == 422 and error.reason != "Invalid")
+
+
+def _describe(action: Action) -> str:
+    subject = getattr(action, "gang", "") or getattr(action, "job", "") or getattr(action, "driver", "")
+    return f"{type(action).__name__} {subject}"
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _job_ref(job: Job) -> ObjectRef:
+    return ObjectRef("batch/v1", "Job", job.metadata.name, job.metadata.namespace, job.metadata.uid)
+
+
+def _pod_ref(pod: Pod) -> ObjectRef:
+    return ObjectRef("v1", "Pod", pod.metadata.name, pod.metadata.namespace, pod.metadata.uid)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
