@@ -8,7 +8,7 @@ from typing import Any
 
 from gpunode.kube.cache import Cache
 from gpunode.kube.client import Api
-from gpunode.kube.kinds import CLAIMS, CLASSES, JOBS, NAMESPACES, NODES, PODS, SLICES, Namespace, Served
+from gpunode.kube.kinds import CLAIMS, CLASSES, JOBS, NAMESPACES, NODES, PODS, SLICES, Kind, Namespace, Served
 from gpunode.model.core import Job, Node, Pod, PodGroup
 from gpunode.model.gang import Snapshot
 from gpunode.model.names import GANG_NAMESPACE_LABEL, GANG_NAMESPACE_VALUE
@@ -120,3 +120,25 @@ def apply_changes(snapshot: Snapshot, changes: list[Change]) -> Snapshot:
         jobs=snapshot.jobs,
         gang_namespaces=frozenset(namespaces),
     )
+
+
+async def read_snapshot(api: Api, served: Served) -> Snapshot:
+    """The same state read once, for commands that ask and go. Raises ApiError, UnreachableError."""
+    changes: list[Change] = []
+    kinds: dict[str, Kind[Any] | None] = {
+        "nodes": NODES,
+        "slices": SLICES,
+        "claims": CLAIMS,
+        "classes": CLASSES,
+        "pods": PODS,
+        "jobs": JOBS,
+        "pod_groups": served.pod_groups,
+        "taint_rules": served.taint_rules,
+    }
+    for field, kind in kinds.items():
+        if kind is not None:
+            items, _ = await api.list(kind.path(), kind.type)
+            changes += [(field, item.metadata.key, item) for item in items]
+    namespaces, _ = await api.list(NAMESPACES.path(), Namespace)
+    changes += [("gang_namespaces", ns.metadata.key, True) for ns in namespaces if is_gang(ns)]
+    return apply_changes(Snapshot(), changes)

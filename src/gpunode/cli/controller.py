@@ -1,0 +1,42 @@
+"""`gpunode controller`: the gang placement controller."""
+
+import os
+import socket
+from typing import Annotated
+
+import typer
+
+from gpunode.cli.connect import Kubeconfig
+from gpunode.cli.service import serve
+from gpunode.model.names import DEFAULT_DRIVER
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(controller)
+
+
+def controller(
+    kubeconfig: Kubeconfig = None,
+    driver: Annotated[
+        list[str] | None,
+        typer.Option(help="DRA driver whose devices are placed here; may be given several times.", show_default=False),
+    ] = None,
+    identity: Annotated[
+        str, typer.Option(help="Name in the leader lease; stable over restarts.", show_default="POD_NAME or host name")
+    ] = "",
+) -> None:
+    """Run the gang placement controller until it is stopped.
+
+    Example: [bold]gpunode controller --kubeconfig controller.kubeconfig[/bold]
+    """
+    from gpunode.controller.run import ControllerOptions, run_controller
+    from gpunode.kube.errors import ApiError, ConfigError, UnreachableError
+    from gpunode.kube.lease import LostLeaseError
+
+    options = ControllerOptions(
+        identity=identity or os.environ.get("POD_NAME") or socket.gethostname(),
+        kubeconfig=kubeconfig,
+        drivers=frozenset(driver or [DEFAULT_DRIVER]),
+    )
+    serve(lambda: run_controller(options), (ConfigError, UnreachableError, ApiError, LostLeaseError))

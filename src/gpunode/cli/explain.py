@@ -1,0 +1,53 @@
+"""`gpunode explain`: why a gang is where it is, in one sentence."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from gpunode.cli.connect import Kubeconfig, chosen, run
+from gpunode.cli.output import Format, console, emit, fail
+from gpunode.model.gang import Config, Reason
+from gpunode.model.names import DEFAULT_DRIVER
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(explain)
+
+
+def explain(
+    what: Annotated[str, typer.Argument(metavar="podgroup/NAME|pod/NAME", help="The gang to explain.")],
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Its namespace.")] = "default",
+    output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Say why a gang waits, or where it was placed.
+
+    Example: [bold]gpunode explain podgroup/train[/bold]
+    """
+    kind, _, name = what.partition("/")
+    if kind not in ("podgroup", "pod") or not name:
+        fail(f"{what!r} is not podgroup/NAME or pod/NAME", 2)
+    reason = run(lambda: _reason(kind, namespace, name, kubeconfig))
+    if output is Format.TABLE:
+        console().print(f"[bold]{what}[/bold] in {namespace}: {reason.code.value}\n{reason.text}")
+    else:
+        emit({"gang": what, "namespace": namespace, "reason": reason.code.value, "text": reason.text,
+              "facts": reason.facts}, output)  # fmt: skip
+
+
+async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig) -> Reason:
+    from gpunode.controller.world import read_snapshot
+    from gpunode.gang.explain import explain as explain_gang
+    from gpunode.kube.client import Api
+    from gpunode.kube.kinds import discover
+
+    async with await Api.connect(chosen(kubeconfig), "gpunode-cli") as api:
+        snapshot = await read_snapshot(api, await discover(api))
+    key = f"{namespace}/{name}"
+    known = snapshot.pod_groups if kind == "podgroup" else snapshot.pods
+    if key not in known:
+        fail(f"there is no {kind} {name} in namespace {namespace}; see kubectl get {kind}s -n {namespace}")
+    config = Config(drivers=frozenset({DEFAULT_DRIVER}))
+    return explain_gang(snapshot, f"{kind}/{key}", datetime.now(UTC), config)
