@@ -1,0 +1,117 @@
+"""CDI files: one per claim, always what the checkpoint says.
+
+Format: Container Device Interface specification 0.6 (github.com/cncf-tags/container-device-interface). The file of
+a claim is a pure function of its checkpoint entry, so files are rewritten when they differ, made again when they are
+missing and removed when no entry owns them. Nothing else about them is remembered.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
+from gpunode.kubelet.files import write_atomic
+from gpunode.model.injection import DeviceNode, Mount
+
+logger = logging.getLogger(__name__)
+
+KIND: Final = "gpunode.dev/gpu"
+CDI_VERSION: Final = "0.6.0"
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}(-[0-9a-f]{4}){2}-[0-9a-f]{12}")
+
+
+def device_id(uid: str, held: HeldDevice) -> str:
+    """The one CDI id of a prepared device; the kubelet shows it as resourceID in pod.status.
+
+    Unique per claim, device and share: pod.status folds devices with equal ids into one row.
+    Example: gpunode.dev/gpu=3f2a9c1e-77b0-gpu-0000-07-00-0
+    """
+    return f"{KIND}={_device_name(uid, held)}"
+
+
+def _device_name(uid: str, held: HeldDevice) -> str:
+    short = uid[:13] if _UUID.fullmatch(uid) else uid
+    share = f"-{held.share_id[:13]}" if held.share_id else ""
+    return f"{short}-{held.device}{share}"
+
+
+def spec(entry: Entry) -> dict[str, Any]:
+    """The CDI document of one claim. Claim-wide edits apply as soon as a container uses any of its devices."""
+    control: dict[str, DeviceNode] = {}
+    for held in entry.devices:
+        control.update({node.container_path: node for node in held.nodes.control})
+    visible = ",".join(dict.fromkeys(held.nodes.uuid for held in entry.devices if held.nodes.uuid))
+    env = {"NVIDIA_VISIBLE_DEVICES": visible, "GPUNODE_CLAIM": entry.key, **entry.env}
+    mounts = [Mount(host, inside, ("rw", "nosuid", "nodev", "bind")) for host, inside in entry.mounts]
+    return {
+        "cdiVersion": CDI_VERSION,
+        "kind": KIND,
+        "devices": [
+            {
+                "name": _device_name(entry.uid, held),
+                "containerEdits": _edits(held.nodes.nodes, held.nodes.env, held.nodes.mounts),
+            }
+            for held in entry.devices
+        ],
+        "containerEdits": _edits(control.values(), env, mounts),
+    }
+
+
+def _edits(nodes: Iterable[DeviceNode], env: Mapping[str, str], mounts: Iterable[Mount]) -> dict[str, Any]:
+    edits: dict[str, Any] = {}
+    if env:
+        edits["env"] = [f"{name}={value}" for name, value in env.items()]
+    device_nodes = [{"path": n.container_path, "hostPath": n.host_path, "permissions": "rw"} for n in nodes]
+    if device_nodes:
+        edits["deviceNodes"] = device_nodes
+    binds = [{"hostPath": m.host_path, "containerPath": m.container_path, "options": list(m.options)} for m in mounts]
+    if binds:
+        edits["mounts"] = binds
+    return edits
+
+
+class CdiStore:
+    """The files of one driver in a CDI directory. All methods block on the disk; callers hold the node lock."""
+
+    def __init__(self, directory: Path, driver: str) -> None:
+        self._directory = directory
+        self._prefix = f"{KIND.replace('/', '-')}_{driver}_"
+
+    def path(self, uid: str) -> Path:
+        return self._directory / f"{self._prefix}{uid}.json"
+
+    def ensure(self, entry: Entry) -> bool:
+        """Make the file of one completed entry right; True if it had to be written. Raises OSError."""
+        path = self.path(entry.uid)
+        wanted = msgspec.json.encode(spec(entry))
+        with suppress(OSError):
+            if path.read_bytes() == wanted:
+                return False
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # Not durable: after a power cut the checkpoint says what belongs here, and /var/run is memory anyway.
+        write_atomic(path, wanted, durable=False)
+        return True
+
+    def remove(self, uid: str) -> None:
+        """Raises OSError, but not when there is no such file."""
+        self.path(uid).unlink(missing_ok=True)
+
+    def reconcile(self, entries: Mapping[str, Entry]) -> tuple[int, int]:
+        """Make the directory match the completed entries; returns (files written, orphans removed). Raises OSError."""
+        completed = [e for e in entries.values() if e.state is State.COMPLETED]
+        written = sum(self.ensure(entry) for entry in completed)
+        wanted = {self.path(entry.uid).name for entry in completed}
+        removed = 0
+        if self._directory.is_dir():
+            for path in self._directory.iterdir():
+                name = path.name
+                ours = name.startswith(self._prefix) or (name.startswith("." + self._prefix) and name.endswith(".tmp"))
+                if ours and name not in wanted:
+                    path.unlink(missing_ok=True)
+                    removed += 1
+        return written, removed

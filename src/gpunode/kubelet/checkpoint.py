@@ -1,0 +1,162 @@
+"""What this node has prepared, in one file that survives kill -9.
+
+The file is two lines: a header `{"version":1,"checksum":"<sha256 of the second line>"}` and the body. It is only
+ever replaced as a whole (write beside it, fsync, rename, fsync the directory), so a reader sees the state before
+or after a change and nothing between. Entries are decoded one by one: one that cannot be read costs its own claim
+and no other. Unknown fields are skipped, so that a newer file can be read by an older program.
+"""
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from gpunode.kubelet.files import write_atomic
+from gpunode.model.injection import DeviceNodes
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+MAX_BYTES: Final = 16 * 2**20
+QUARANTINED: Final = 8
+
+
+class State(StrEnum):
+    """started: hardware may have been changed for the claim. completed: everything is in place."""
+
+    STARTED = "started"
+    COMPLETED = "completed"
+
+
+class HeldDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One allocated device of a claim. `requests` are base request names (without a chosen alternative)."""
+
+    device: str
+    pool: str
+    requests: tuple[str, ...]
+    nodes: DeviceNodes
+    admin: bool = False
+    share_id: str | None = None
+    consumed: dict[str, str] = {}
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One claim on this node. `settings` is what the sharing seam needs to undo its work (by device)."""
+
+    uid: str
+    namespace: str
+    name: str
+    boot_id: str
+    state: State
+    devices: tuple[HeldDevice, ...]
+    env: dict[str, str] = {}
+    mounts: tuple[tuple[str, str], ...] = ()
+    settings: dict[str, dict[str, Any]] = {}
+
+    @property
+    def key(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+Entries = dict[str, Entry]
+
+
+class _Header(msgspec.Struct):
+    version: int
+    checksum: str
+
+
+class _Body(msgspec.Struct):
+    claims: dict[str, msgspec.Raw]
+
+
+class _BodyOut(msgspec.Struct):
+    claims: Entries
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Entries by claim UID, and what was wrong with the file, one sentence each (empty when all is well).
+
+    lost: entries were dropped that live claims may bring back.
+    """
+
+    entries: Entries = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    lost: bool = False
+
+
+class CheckpointFile:
+    """The file at `path`. All methods block on the disk; callers hold the node lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> Loaded:
+        """Read the file; damage sets it aside as `<name>.damaged-<n>` and is reported, never raised.
+
+        Raises OSError only where the disk itself refuses.
+        """
+        try:
+            with self._path.open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return Loaded()
+        try:
+            body = _verified(raw)
+        except ValueError as error:
+            aside = self._set_aside()
+            return Loaded({}, (f"checkpoint {self._path} is damaged ({error}); kept as {aside.name}",), lost=True)
+        entries: Entries = {}
+        problems = []
+        for uid, item in body.claims.items():
+            try:
+                entry = msgspec.json.decode(item, type=Entry)
+                if entry.uid != uid:
+                    raise ValueError(f"entry says it is claim {entry.uid!r}")
+                entries[uid] = entry
+            except (ValueError, RecursionError) as error:
+                problems.append(f"checkpoint {self._path}: entry of claim {uid[:64]!r} is unreadable: {error}")
+        if problems:
+            self._set_aside()
+            self.save(entries)
+        return Loaded(entries, tuple(problems), lost=bool(problems))
+
+    def save(self, entries: Entries) -> None:
+        """Replace the file durably. Raises OSError."""
+        body = msgspec.json.encode(_BodyOut(entries))
+        header = msgspec.json.encode(_Header(VERSION, hashlib.sha256(body).hexdigest()))
+        write_atomic(self._path, header + b"\n" + body, durable=True)
+
+    def _set_aside(self) -> Path:
+        """Move the file to the first free name; the oldest is overwritten once there are eight."""
+        names = [self._path.with_name(f"{self._path.name}.damaged-{n}") for n in range(QUARANTINED)]
+        free = next((n for n in names if not n.exists()), None)
+        target = free if free is not None else min(names, key=lambda n: n.stat().st_mtime_ns)
+        self._path.replace(target)
+        return target
+
+
+def _verified(raw: bytes) -> _Body:
+    """Raises ValueError naming what is wrong."""
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES} bytes")
+    head, newline, body = raw.partition(b"\n")
+    if not newline:
+        raise ValueError("no header line, probably cut short")
+    try:
+        header = msgspec.json.decode(head, type=_Header)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"header: {error}") from error
+    if header.version != VERSION:
+        raise ValueError(f"version {header.version}, this program reads {VERSION}")
+    if hashlib.sha256(body).hexdigest() != header.checksum:
+        raise ValueError("checksum does not match")
+    try:
+        return msgspec.json.decode(body, type=_Body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"body: {error}") from error
