@@ -1,0 +1,91 @@
+"""The checkpoint file: durable, and damage costs as little as possible."""
+
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import pytest
+from kubelet_fakes import gpu_nodes, uid
+
+from gpunode.kubelet.checkpoint import QUARANTINED, CheckpointFile, Entry, HeldDevice, State
+
+
+def entry(n: int) -> Entry:
+    return Entry(
+        uid=uid(n), namespace="ns", name=f"claim-{n}", boot_id="b", state=State.COMPLETED,
+        devices=(HeldDevice("gpu-0", "node-1", ("r",), gpu_nodes(0), share_id="s", consumed={"memory": "1Gi"}),),
+    )  # fmt: skip
+
+
+def write(path: Path, body: object) -> None:
+    """A file with a right checksum and an unknown header field, whatever the body."""
+    raw = msgspec.json.encode(body)
+    path.write_bytes(msgspec.json.encode({"version": 1, "checksum": sha256(raw).hexdigest(), "n": 2}) + b"\n" + raw)
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    file = CheckpointFile(tmp_path / "checkpoint.json")
+    assert file.load().entries == {}
+    entries = {uid(n): entry(n) for n in range(3)}
+    file.save(entries)
+    assert file.load().entries == entries
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda raw: b"", "no header line"),
+        (lambda raw: raw[: len(raw) // 3], "no header line|checksum"),
+        (lambda raw: raw[:-1], "checksum"),
+        (lambda raw: raw.replace(b"claim-1", b"claim-9"), "checksum"),
+        (lambda raw: b"\x00" * len(raw), "no header line"),
+        (lambda raw: b"garbage\n" + raw, "header"),
+        (lambda raw: raw.replace(b'"version":1', b'"version":99'), "version 99"),
+        (lambda raw: b"\n".join(raw.split(b"\n")[1:]) * 2 + b"\n", "header"),
+    ],
+)
+def test_a_damaged_file_is_set_aside_and_reported(tmp_path: Path, damage: Callable[[bytes], bytes], says: str) -> None:
+    path = tmp_path / "checkpoint.json"
+    file = CheckpointFile(path)
+    file.save({uid(1): entry(1)})
+    broken = damage(path.read_bytes())
+    path.write_bytes(broken)
+    loaded = file.load()
+    assert loaded.entries == {} and loaded.lost
+    (problem,) = loaded.problems
+    assert re.search(says, problem) and "damaged-0" in problem
+    assert (tmp_path / "checkpoint.json.damaged-0").read_bytes() == broken
+    assert file.load().problems == ()
+
+
+def test_one_bad_entry_costs_its_own_claim_only(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.json"
+    file = CheckpointFile(path)
+    file.save({uid(1): entry(1), uid(2): entry(2)})
+    body = msgspec.json.decode(path.read_bytes().split(b"\n", 1)[1])
+    body["claims"][uid(1)]["state"] = "half-done"
+    write(path, body)
+    loaded = file.load()
+    assert set(loaded.entries) == {uid(2)} and loaded.lost
+    (problem,) = loaded.problems
+    assert uid(1) in problem and "state" in problem
+    assert file.load().problems == ()
+
+
+def test_files_set_aside_do_not_pile_up(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.json"
+    for n in range(QUARANTINED + 3):
+        path.write_bytes(b"broken %d" % n)
+        CheckpointFile(path).load()
+    assert len(list(tmp_path.iterdir())) == QUARANTINED
+
+
+def test_fields_of_a_newer_program_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.json"
+    body = msgspec.to_builtins({"claims": {uid(1): entry(1)}, "later": 1})
+    body["claims"][uid(1)]["alsoLater"] = {"x": []}
+    write(path, body)
+    assert CheckpointFile(path).load().entries == {uid(1): entry(1)}
