@@ -57,6 +57,13 @@ def apiserver(plan: Plan, pki: Pki) -> tuple[str, ...]:
         f"--kubelet-client-certificate={kubelet_client}.crt",
         f"--kubelet-client-key={kubelet_client}.key",
         "--kubelet-preferred-address-types=InternalIP",
+        f"--requestheader-client-ca-file={pki.front_proxy_ca.cert}",
+        "--requestheader-allowed-names=front-proxy-client",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={pki.directory / 'front-proxy-client'}.crt",
+        f"--proxy-client-key-file={pki.directory / 'front-proxy-client'}.key",
         f"--service-account-key-file={pki.service_account_public_key}",
         f"--service-account-signing-key-file={pki.service_account_key}",
         f"--service-account-issuer={ISSUER}",
@@ -159,7 +166,6 @@ state = "/run/containerd"
     sandbox = "{PAUSE_IMAGE}"
 
 [plugins."io.containerd.cri.v1.runtime"]
-  enable_cdi = true
   cdi_spec_dirs = ["/var/run/cdi"]
   # Without CAP_SYS_RESOURCE no sandbox starts otherwise: a negative oom_score_adj would be refused.
   restrict_oom_score_adj = true

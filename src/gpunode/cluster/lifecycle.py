@@ -155,10 +155,10 @@ def _write_identities(plan: Plan, where: Layout) -> Pki:
     pki.prepare()
     names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
     addresses = ("127.0.0.1", str(plan.service_address))
-    pki.leaf(
-        "apiserver", "/CN=kube-apiserver", (*(f"DNS:{n}" for n in names), *(f"IP:{a}" for a in addresses))
-    )
+    alternative = (*(f"DNS:{name}" for name in names), *(f"IP:{address}" for address in addresses))
+    pki.leaf("apiserver", "/CN=kube-apiserver", alternative)
     pki.leaf("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client")
+    pki.leaf("front-proxy-client", "/CN=front-proxy-client", ca="front-proxy-ca")
     users = {ADMIN: pki.leaf(ADMIN, "/O=system:masters/CN=admin")}
     for name in ("kube-controller-manager", "kube-scheduler"):
         users[name] = pki.leaf(name, f"/CN=system:{name}")

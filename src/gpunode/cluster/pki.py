@@ -35,6 +35,11 @@ class Pki:
         return self._pair("ca")
 
     @property
+    def front_proxy_ca(self) -> KeyPair:
+        """Signs the certificate with which the API server calls aggregated API servers, and nothing else."""
+        return self._pair("front-proxy-ca")
+
+    @property
     def service_account_key(self) -> Path:
         return self.directory / "sa.key"
 
@@ -43,9 +48,10 @@ class Pki:
         return self.directory / "sa.pub"
 
     def prepare(self) -> None:
-        """The certificate authority and the key that signs ServiceAccount tokens."""
+        """The certificate authorities and the key that signs ServiceAccount tokens."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._certificate("ca", "/CN=gpunode-cluster-ca", "basicConstraints=critical,CA:TRUE", ())
+        for name in ("ca", "front-proxy-ca"):
+            self._certificate(name, f"/CN=gpunode-{name}", "basicConstraints=critical,CA:TRUE", ())
         key, public = self.service_account_key, self.service_account_public_key
         if not public.exists():
             new_key, new_public = self._new(key), self._new(public)
@@ -54,15 +60,17 @@ class Pki:
             new_key.replace(key)
             new_public.replace(public)
 
-    def leaf(self, name: str, subject: str, names: tuple[str, ...] = ()) -> KeyPair:
+    def leaf(self, name: str, subject: str, names: tuple[str, ...] = (), ca: str = "ca") -> KeyPair:
         """A certificate for client and server use.
 
         subject  "/O=GROUP/CN=USER" in openssl's notation
         names    subject alternative names, "DNS:..." or "IP:..."
+        ca       which authority signs: "ca" or "front-proxy-ca"
         """
         alternative = f"\nsubjectAltName={','.join(names)}" if names else ""
         extensions = f"basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth,serverAuth{alternative}"
-        signer = ("-CA", str(self.ca.cert), "-CAkey", str(self.ca.key))
+        authority = self._pair(ca)
+        signer = ("-CA", str(authority.cert), "-CAkey", str(authority.key))
         return self._certificate(name, subject, extensions, signer)
 
     def _certificate(self, name: str, subject: str, extensions: str, signer: tuple[str, ...]) -> KeyPair:
