@@ -1,0 +1,84 @@
+"""From the addresses in signals to the devices they mean."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gpunode.model.hardware import Gpu, Inventory, MigSlice, PciAddress, device_name, mig_device_name
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A MIG partition by the numbers that the driver uses in its messages."""
+
+    name: str
+    gi: int
+    ci: int
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """What health needs of a GPU. `switched`: its NVLinks end in switches."""
+
+    name: str
+    uuid: str
+    pci: PciAddress
+    switched: bool = False
+    partitions: tuple[Partition, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """The GPUs of one node. `switch_ports`: GPU name by NVSwitch address and port, where that is known."""
+
+    gpus: tuple[KnownGpu, ...] = ()
+    switch_ports: dict[tuple[PciAddress, int], str] = field(default_factory=dict)
+
+    def gpu_at(self, pci: PciAddress) -> str:
+        """Name of the GPU at an address; signals name no function, so 0 is meant.
+
+        Names come from addresses, so a GPU that discovery no longer sees still has one.
+        """
+        return device_name(PciAddress(pci.domain, pci.bus, pci.device))
+
+    def device_at(self, pci: PciAddress, gi: int | None, ci: int | None) -> str:
+        """The partition that a signal names, or the whole GPU when it names none (or one that is not known)."""
+        gpu = self.gpu_at(pci)
+        if gi is None:
+            return gpu
+        found = [p.name for known in self.gpus if known.name == gpu for p in known.partitions if p.gi == gi]
+        exact = [
+            p.name for known in self.gpus if known.name == gpu for p in known.partitions if (p.gi, p.ci) == (gi, ci)
+        ]
+        return next(iter(exact or found), gpu)
+
+    def by_uuid(self, uuid: str) -> str | None:
+        return next((gpu.name for gpu in self.gpus if gpu.uuid == uuid), None)
+
+    def partitions_of(self, gpu: str) -> tuple[str, ...]:
+        return tuple(p.name for known in self.gpus if known.name == gpu for p in known.partitions)
+
+    def behind_switch(self, switch: PciAddress, link: int | None) -> tuple[str, ...]:
+        """GPUs that a switch fault reaches: the one at the port where that is known, else all on switches."""
+        if link is not None and (name := self.switch_ports.get((switch, link))):
+            return (name,)
+        return tuple(gpu.name for gpu in self.gpus if gpu.switched)
+
+
+def _partition_name(gpu: Gpu, mig: MigSlice) -> str:
+    return mig_device_name(gpu.pci, mig.profile, mig.placement_start)
+
+
+def device_map(inventory: Inventory, partition_name: Callable[[Gpu, MigSlice], str] = _partition_name) -> DeviceMap:
+    """The device map of an inventory."""
+    return DeviceMap(
+        tuple(
+            KnownGpu(
+                device_name(gpu.pci),
+                gpu.uuid,
+                gpu.pci,
+                any(link.peer == "switch" for link in gpu.links),
+                tuple(Partition(partition_name(gpu, m), m.gpu_instance, m.compute_instance) for m in gpu.mig),
+            )
+            for gpu in inventory.gpus
+        )
+    )

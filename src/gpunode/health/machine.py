@@ -1,0 +1,141 @@
+"""The health state machine: signals in, state and transitions out. Pure; time comes as an argument.
+
+Every fault stands on its own, keyed by device, dimension and code, so that the end of one never hides another.
+A fault ends when an event it listens to has happened (Clear) and then for its hold-down nothing spoke against it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+
+from gpunode.health import rules
+from gpunode.health.catalogue import Catalogue, builtin_catalogue
+from gpunode.health.devices import DeviceMap
+from gpunode.health.policy import Policy
+from gpunode.health.signals import (
+    DriverReloaded,
+    FallenOffBus,
+    GpuLost,
+    GpuReset,
+    OperatorClear,
+    PrepareResult,
+    RecoveryActionChanged,
+    Signal,
+    SxidSignal,
+    XidSignal,
+)
+from gpunode.health.state import Entry, HealthState, Instant, Step
+from gpunode.health.work import SEVERITY, Work
+from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth
+
+
+def coalesce(signals: Iterable[Signal]) -> list[Signal]:
+    """Equal XIDs and SXids of one batch as one signal with a count; the order of first sightings is kept.
+
+    Texts differ in addresses and numbers, so only the first text of a code, instance and process is kept: a
+    storm of one code costs one signal a batch (one a process for the codes whose rules count processes).
+    """
+    merged: dict[object, Signal] = {}
+    for signal in signals:
+        match signal:
+            case XidSignal():
+                pid = signal.pid if str(signal.code) in rules.REPEATABLE else None
+                key: object = (signal.pci, signal.code, signal.gi, signal.ci, pid, bool(signal.text))
+                if signal.code in rules.DETAILED:
+                    key = (key, signal.text)
+            case SxidSignal():
+                key = (signal.pci, signal.code, signal.link, signal.fatal)
+            case _:
+                key = len(merged), object()
+        known = merged.get(key)
+        if isinstance(known, XidSignal | SxidSignal) and isinstance(signal, XidSignal | SxidSignal):
+            merged[key] = replace(known, count=known.count + signal.count)
+        else:
+            merged[key] = signal
+    return list(merged.values())
+
+
+class HealthMachine:
+    """The rules of health for one catalogue and one policy. Holds no state of its own."""
+
+    def __init__(self, catalogue: Catalogue | None = None, policy: Policy = Policy()) -> None:  # noqa: B008 - frozen
+        self._catalogue = catalogue or builtin_catalogue()
+        self._policy = policy
+
+    def step(self, state: HealthState, signals: Iterable[Signal], devices: DeviceMap, now: Instant) -> Step:
+        """Take in a batch of signals (possibly none: time alone can end a fault). Signals are in order of time."""
+        work = Work(state, devices, now, self._policy)
+        batch = coalesce(signals)
+        polled = [signal for signal in batch if isinstance(signal, GpuSample)]
+        for signal in batch:
+            self._take(work, signal, polled)
+        work.settle()
+        return work.done()
+
+    def rebooted(self, state: HealthState, boot_id: str, now: Instant) -> Step:
+        """The state carried into a new boot: what a reboot ends is gone, the rest stands. Same boot: unchanged."""
+        if state.boot_id == boot_id:
+            return Step(state)
+        if not state.boot_id:
+            return Step(msgspec.structs.replace(state, boot_id=boot_id, kernel_sequence=None))
+        work = Work(state, DeviceMap(), now, self._policy)
+        work.rebooted()
+        step = work.done()
+        return Step(msgspec.structs.replace(step.state, boot_id=boot_id, kernel_sequence=None), step.transitions)
+
+    def project(self, state: HealthState, devices: DeviceMap) -> NodeHealth:
+        """Health by device name: a partition has its own findings and those of its GPU."""
+        own = {name: _findings(device.entries.values()) for name, device in state.devices.items()}
+        for gpu in devices.gpus:
+            inherited = own.get(gpu.name, ())
+            for partition in devices.partitions_of(gpu.name):
+                own[partition] = _worst((*inherited, *own.get(partition, ())))
+        return NodeHealth({name: DeviceHealth(name, findings) for name, findings in own.items() if findings})
+
+    def _take(self, work: Work, signal: Signal, polled: list[GpuSample]) -> None:
+        match signal:
+            case XidSignal():
+                self._xid(work, signal)
+            case FallenOffBus():
+                self._xid(work, XidSignal(signal.pci, 79, text="the kernel log says so without an XID"))
+            case SxidSignal():
+                work.apply(*rules.sxid_effects(signal, work.map))
+            case RecoveryActionChanged():
+                work.verdict(work.map.gpu_at(signal.pci), signal.new)
+            case GpuReset():
+                work.reset(signal)
+            case DriverReloaded():
+                work.reloaded()
+            case GpuLost():
+                work.apply(rules.lost(work.map.gpu_at(signal.pci), signal.reason))
+            case PrepareResult():
+                work.prepared(signal)
+            case OperatorClear():
+                work.operator(signal)
+            case GpuSample():
+                work.sample(signal, polled)
+
+    def _xid(self, work: Work, signal: XidSignal) -> None:
+        effect = rules.xid_effect(signal, self._catalogue, work.map)
+        if signal.code in rules.CANCELS:
+            work.end_code(effect.device, Dimension.XID, rules.CANCELS[signal.code], f"XID {signal.code} ended it")
+        work.apply(effect)
+
+
+def _findings(entries: Iterable[Entry]) -> tuple[Finding, ...]:
+    return _worst(entry.finding for entry in entries)
+
+
+def _worst(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The worst finding of each dimension, the older one of equals."""
+    worst: dict[Dimension, Finding] = {}
+    for finding in findings:
+        known = worst.get(finding.dimension)
+        if known is None or _rank(finding) < _rank(known):
+            worst[finding.dimension] = finding
+    return tuple(worst[dimension] for dimension in Dimension if dimension in worst)
+
+
+def _rank(finding: Finding) -> tuple[int, str, str]:
+    return -SEVERITY[finding.level], finding.since, finding.code

@@ -1,0 +1,300 @@
+"""One step of the state machine in the making."""
+
+from typing import Literal
+
+import msgspec
+
+from gpunode.health import rules, samples
+from gpunode.health.devices import DeviceMap
+from gpunode.health.policy import Policy
+from gpunode.health.signals import GpuReset, OperatorClear, PrepareResult
+from gpunode.health.state import (
+    MAX_HISTORY,
+    MAX_NOTES,
+    DeviceState,
+    Entry,
+    Flaps,
+    HealthState,
+    Instant,
+    Note,
+    Step,
+    Transition,
+)
+from gpunode.model.health import Clear, Dimension, Finding, GpuSample, Level, RecoveryAction
+
+SEVERITY = {Level.HEALTHY: 0, Level.DEGRADED: 1, Level.UNHEALTHY: 2}
+_MAX_PIDS = 16
+# NVML and the kernel log tell of one event within this time of each other.
+_SAME_EVENT_S = 2.0
+
+
+class Work:
+    """One step in the making: a copy of the devices that changes, and the transitions so far."""
+
+    def __init__(self, state: HealthState, devices: DeviceMap, now: Instant, policy: Policy) -> None:
+        self.map = devices
+        self.devices = dict(state.devices)
+        self._state, self._now, self._policy = state, now, policy
+        self._transitions: list[Transition] = []
+
+    def done(self) -> Step:
+        happened = tuple(self._transitions)
+        history = (*self._state.history, *happened)[-MAX_HISTORY:] if happened else self._state.history
+        return Step(msgspec.structs.replace(self._state, devices=self.devices, history=history), happened)
+
+    def apply(self, *effects: rules.Raise | rules.Seen) -> None:
+        for effect in effects:
+            if isinstance(effect, rules.Seen):
+                self._seen(effect)
+            else:
+                self._raise(effect)
+
+    def rebooted(self) -> None:
+        """End what a reboot ends, and forget the uptimes of the boot before: they mean nothing in this one."""
+        for device in list(self.devices):
+            self.end(device, Clear.REBOOT, "the host was rebooted", at_once=True)
+            state, now = self.devices[device], self._now.uptime
+            entries = {k: msgspec.structs.replace(e, last=now, recovering=None) for k, e in state.entries.items()}
+            self.devices[device] = DeviceState(uuid=state.uuid, entries=entries, links_seen=state.links_seen)
+
+    def reloaded(self) -> None:
+        """A driver that was loaded anew has initialised every GPU."""
+        for device in list(self.devices):
+            self.end(device, Clear.RESET)
+
+    def reset(self, signal: GpuReset) -> None:
+        device = self.map.by_uuid(signal.uuid)
+        if device is None:
+            return
+        if not signal.success:
+            self._raise(rules.reset_failed(device))
+            return
+        for name in (device, *self.map.partitions_of(device)):
+            self.end(name, Clear.RESET)
+
+    def verdict(self, device: str, verdict: RecoveryAction) -> None:
+        """The driver's word on a GPU: a demand is a fault, "none" is the beginning of the end of several.
+
+        A demand that turned into none means that what was asked for, a reset or more, has been done.
+        """
+        before = self._get(device).verdict
+        self._update(device, verdict=verdict)
+        effect = rules.verdict_effect(device, verdict)
+        if effect is not None:
+            self._raise(effect)
+            self._relapse(device, Clear.VERDICT)
+        elif verdict is RecoveryAction.NONE:
+            self.end(device, Clear.VERDICT)
+            if before not in (RecoveryAction.NONE, RecoveryAction.UNKNOWN):
+                self.end(device, Clear.RESET)
+
+    def sample(self, sample: GpuSample, polled: list[GpuSample]) -> None:
+        """Compare a poll with what stands: raise what it shows, begin to end what it no longer shows."""
+        device = self.map.gpu_at(sample.pci)
+        state = self._get(device)
+        if state.uuid and sample.uuid and state.uuid != sample.uuid:
+            self._drop_all(device, f"the board was replaced: {sample.uuid} is new")
+            state = self._get(device)
+        raised = samples.effects(device, sample, state, polled)
+        self.apply(*raised)
+        if not sample.present:
+            self._update(device, sampled=self._now.uptime, valid=False)
+            return
+        self._update(
+            device,
+            uuid=sample.uuid or state.uuid,
+            sampled=self._now.uptime,
+            valid=not sample.error,
+            links_seen=max(state.links_seen, sample.links_active or 0),
+            ecc=sample.ecc_uncorrected or 0,
+        )
+        if state.ecc and sample.ecc_uncorrected == 0:
+            self.end(device, Clear.RESET)
+        if sample.recovery is not RecoveryAction.UNKNOWN:
+            self.verdict(device, sample.recovery)
+        shown = frozenset(f"{e.dimension}/{e.code}" for e in raised if isinstance(e, rules.Raise))
+        self.end(device, Clear.SAMPLE, spared=shown | samples.unknown(sample))
+
+    def prepared(self, result: PrepareResult) -> None:
+        failures = self._get(result.device).prepare_failures + 1 if result.error else 0
+        self._update(result.device, prepare_failures=failures)
+        if failures >= self._policy.prepare_failures:
+            self._raise(rules.prepare_failed(result.device, failures, result.error))
+        elif not failures:
+            self.end_code(result.device, Dimension.PREPARE, "failed", "the device was prepared again")
+
+    def operator(self, signal: OperatorClear) -> None:
+        for key, entry in list(self._get(signal.device).entries.items()):
+            if signal.dimension in (None, entry.finding.dimension):
+                self._lift(signal.device, key, f"cleared by {signal.by}", count_flap=False)
+
+    def end(
+        self, device: str, event: Clear, why: str = "", spared: frozenset[str] = frozenset(), *, at_once: bool = False
+    ) -> None:
+        """Begin the hold-down of every fault of the device that the event may end; `at_once`: lift it, saying why."""
+        for key, entry in list(self._get(device).entries.items()):
+            if event not in entry.finding.clears or key in spared:
+                continue
+            if at_once:
+                self._lift(device, key, why, count_flap=False)
+            elif entry.recovering is None and self._old_enough(entry):
+                self._put(device, key, msgspec.structs.replace(entry, recovering=self._now.uptime))
+
+    def _relapse(self, device: str, event: Clear) -> None:
+        for key, entry in self._get(device).entries.items():
+            if event in entry.finding.clears and entry.recovering is not None:
+                self._put(device, key, msgspec.structs.replace(entry, recovering=None))
+
+    def end_code(self, device: str, dimension: Dimension, code: str, why: str) -> None:
+        key = f"{dimension}/{code}"
+        if key in self._get(device).entries:
+            self._lift(device, key, why)
+
+    def settle(self) -> None:
+        """Lift what has been in recovery for its hold-down, provided the GPU answers."""
+        for device in list(self.devices):
+            state = self.devices[device]
+            for key, entry in list(state.entries.items()):
+                since = entry.recovering
+                if since is None:
+                    continue
+                if since > self._now.uptime:
+                    self._put(device, key, msgspec.structs.replace(entry, recovering=self._now.uptime))
+                elif self._validated(device, since) and self._now.uptime - since >= self._hold_down(device, entry):
+                    self._lift(device, key, "it is over and stayed so for the hold-down")
+
+    def _validated(self, device: str, since: float) -> bool:
+        """A GPU that is polled at all must have answered well after the end began."""
+        state = self._get(self._parent(device))
+        content = state.valid and state.verdict in (RecoveryAction.NONE, RecoveryAction.UNKNOWN)
+        return state.sampled is None or (content and state.sampled >= since)
+
+    def _parent(self, device: str) -> str:
+        return next((g.name for g in self.map.gpus if device in self.map.partitions_of(g.name)), device)
+
+    def _old_enough(self, entry: Entry) -> bool:
+        """A device that cannot be prepared shows nothing in polls: it is tried again after a while."""
+        if entry.finding.dimension is not Dimension.PREPARE:
+            return True
+        return self._now.uptime - entry.last >= self._policy.prepare_retry_s
+
+    def _hold_down(self, device: str, entry: Entry) -> float:
+        flaps = self.devices[device].flaps.get(entry.finding.dimension, Flaps()).count
+        return min(self._policy.hold_down_s * float(2 ** min(flaps, 16)), self._policy.hold_down_max_s)
+
+    def _raise(self, effect: rules.Raise) -> None:
+        state, key = self._get(effect.device), f"{effect.dimension}/{effect.code}"
+        known = state.entries.get(key)
+        if known is None:
+            self._count_flap(effect.device, effect.dimension)
+            finding = _finding(effect, self._now.text)
+            self._put(effect.device, key, Entry(finding, self._now.uptime, effect.kernel, effect.nvml, effect.detailed))
+            self._tell(effect.device, finding, "raised")
+            return
+        finding = known.finding
+        if _supersedes(effect, known):
+            finding = _finding(effect, known.finding.since)
+        entry = Entry(
+            finding,
+            self._now.uptime,
+            known.kernel + effect.kernel,
+            known.nvml + effect.nvml,
+            known.detailed or effect.detailed,
+        )
+        self._put(effect.device, key, entry)
+        if (finding.level, finding.action) != (known.finding.level, known.finding.action):
+            self._tell(effect.device, finding, "changed")
+
+    def _seen(self, seen: rules.Seen) -> None:
+        self._refine(seen)
+        state = self._get(seen.device)
+        known = state.notes.get(seen.code)
+        now, at = self._now.uptime, self._now.text
+        if known is None:
+            known = Note(seen.message, first=at, last=at, told=now - 2 * self._policy.remind_s, place=seen.place)
+        due = not 0 <= now - known.told < self._policy.remind_s
+        note = msgspec.structs.replace(
+            known,
+            text=seen.message,
+            last=at,
+            told=now if due else known.told,
+            kernel=known.kernel + seen.kernel,
+            nvml=known.nvml + seen.nvml,
+            place=seen.place,
+            pids=_pids(known, seen),
+        )
+        notes = {code: kept for code, kept in state.notes.items() if code != seen.code}
+        self._update(seen.device, notes={**dict(list(notes.items())[-MAX_NOTES + 1 :]), seen.code: note})
+        if due:
+            self._transitions.append(
+                Transition(at, seen.device, seen.dimension, seen.code, "noted", Level.HEALTHY, seen.message)
+            )
+        if seen.code in rules.REPEATABLE and len(note.pids) >= self._policy.repeat_count:
+            self._raise(rules.repeated(seen, len(note.pids)))
+
+    def _refine(self, seen: rules.Seen) -> None:
+        """NVML tells a code before the kernel log tells its details: the details may show it to be harmless."""
+        entry = self._get(seen.device).entries.get(f"{Dimension.XID}/{seen.code}")
+        if entry and seen.kernel and not entry.detailed and self._now.uptime - entry.last <= _SAME_EVENT_S:
+            self.end_code(seen.device, Dimension.XID, seen.code, "its details show it to be harmless")
+
+    def _count_flap(self, device: str, dimension: Dimension) -> None:
+        flaps = self._get(device).flaps
+        known = flaps.get(dimension)
+        if known is None or known.lifted == 0.0:
+            return
+        recent = 0 <= self._now.uptime - known.lifted <= self._policy.flap_window_s
+        self._update(device, flaps={**flaps, dimension: Flaps(known.count + 1) if recent else Flaps()})
+
+    def _lift(self, device: str, key: str, why: str, *, count_flap: bool = True) -> None:
+        state = self._get(device)
+        entry = state.entries[key]
+        dimension = entry.finding.dimension
+        flaps = {**state.flaps}
+        if count_flap:
+            flaps[dimension] = Flaps(flaps.get(dimension, Flaps()).count, self._now.uptime)
+        else:
+            flaps.pop(dimension, None)
+        self._update(device, entries={k: e for k, e in state.entries.items() if k != key}, flaps=flaps)
+        message = f"{entry.finding.message.split(':')[0]} is over: {why}"[: rules.MAX_MESSAGE]
+        at, code = self._now.text, entry.finding.code
+        self._transitions.append(Transition(at, device, dimension, code, "cleared", Level.HEALTHY, message))
+
+    def _drop_all(self, device: str, why: str) -> None:
+        for key in list(self._get(device).entries):
+            self._lift(device, key, why, count_flap=False)
+        self.devices[device] = DeviceState()
+
+    def _tell(self, device: str, finding: Finding, change: Literal["raised", "changed"]) -> None:
+        at, message = self._now.text, finding.message
+        self._transitions.append(
+            Transition(at, device, finding.dimension, finding.code, change, finding.level, message)
+        )
+
+    def _get(self, device: str) -> DeviceState:
+        return self.devices.get(device) or DeviceState()
+
+    def _put(self, device: str, key: str, entry: Entry) -> None:
+        self._update(device, entries={**self._get(device).entries, key: entry})
+
+    def _update(self, device: str, **changes: object) -> None:
+        self.devices[device] = msgspec.structs.replace(self._get(device), **changes)
+
+
+def _finding(effect: rules.Raise, since: str) -> Finding:
+    return Finding(effect.dimension, effect.level, effect.code, effect.action, effect.message, since, effect.clears)
+
+
+def _supersedes(effect: rules.Raise, known: Entry) -> bool:
+    """The driver's verdict is its latest word; details beat a bare code; otherwise the worse one stays."""
+    if effect.code == "154" or (effect.detailed and not known.detailed):
+        return True
+    return SEVERITY[effect.level] > SEVERITY[known.finding.level]
+
+
+def _pids(known: Note, seen: rules.Seen) -> tuple[int, ...]:
+    """Different processes that met the same code in the same place, in a row."""
+    if seen.pid is None:
+        return known.pids
+    before = known.pids if known.place == seen.place else ()
+    return before if seen.pid in before else (*before, seen.pid)[-_MAX_PIDS:]
