@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,40 @@ MIN_GO: Final = (1, 26)
 
 # Modules that k8s.io/kubernetes requires at v0.0.0 and replaces by directories of its own repository; a build from
 # outside has to replace them by their published versions (v1.37.2 -> v0.37.2).
-_STAGING: Final = tuple(
-    "api apiextensions-apiserver apimachinery apiserver cli-runtime client-go cloud-provider cluster-bootstrap "
-    "code-generator component-base component-helpers controller-manager cri-api cri-client cri-streaming "
-    "csi-translation-lib dynamic-resource-allocation endpointslice externaljwt kms kube-aggregator "
-    "kube-controller-manager kube-proxy kube-scheduler kubectl kubelet metrics mount-utils pod-security-admission "
-    "sample-apiserver sample-cli-plugin sample-controller streaming".split()
+_STAGING: Final = (
+    "api",
+    "apiextensions-apiserver",
+    "apimachinery",
+    "apiserver",
+    "cli-runtime",
+    "client-go",
+    "cloud-provider",
+    "cluster-bootstrap",
+    "code-generator",
+    "component-base",
+    "component-helpers",
+    "controller-manager",
+    "cri-api",
+    "cri-client",
+    "cri-streaming",
+    "csi-translation-lib",
+    "dynamic-resource-allocation",
+    "endpointslice",
+    "externaljwt",
+    "kms",
+    "kube-aggregator",
+    "kube-controller-manager",
+    "kube-proxy",
+    "kube-scheduler",
+    "kubectl",
+    "kubelet",
+    "metrics",
+    "mount-utils",
+    "pod-security-admission",
+    "sample-apiserver",
+    "sample-cli-plugin",
+    "sample-controller",
+    "streaming",
 )
 
 # (what is being done, share of the whole that is done)
@@ -117,7 +145,9 @@ def modules(kubernetes: str) -> tuple[Module, ...]:
 def find(kubernetes: str) -> Binaries:
     """The cached binaries of that version. Raises ClusterError if any is missing."""
     wanted = modules(kubernetes)
-    absent = [part.name for module in wanted for part in module.components if not (module.directory / part.name).exists()]
+    absent = [
+        part.name for module in wanted for part in module.components if not (module.directory / part.name).exists()
+    ]
     if absent:
         option = f" --kubernetes {kubernetes}"
         raise ClusterError(f"not built for {kubernetes}: {', '.join(absent)}; run `gpunode cluster build{option}`")
@@ -131,17 +161,23 @@ def build(kubernetes: str, report: Report, jobs: int | None = None) -> Binaries:
 
     Raises ClusterError without a Go toolchain, without a network, or if a compilation fails.
     """
-    wanted = modules(kubernetes)
-    pending = [(m, c) for m in wanted for c in m.components if not (m.directory / c.name).exists()]
-    total = sum(component.seconds for _, component in pending)
-    if pending:
-        go = find_go()
+    with _lock():
+        pending = [
+            (module, parts)
+            for module in modules(kubernetes)
+            if (parts := [part for part in module.components if not (module.directory / part.name).exists()])
+        ]
+        total = sum(part.seconds for _, parts in pending for part in parts)
         done = 0
-        with _lock():
-            for module in wanted:
-                parts = [component for owner, component in pending if owner is module]
-                for component in _build_module(go, module, parts, jobs, lambda what, at=done: report(what, at / total)):
-                    done += component.seconds
+        for module, parts in pending:
+            with tempfile.TemporaryDirectory(prefix="gpunode-build-") as work:
+                go = _Go(find_go(), Path(work))
+                report(f"Fetching {module.name} {module.version}", done / total)
+                _fetch(go, module)
+                for part in parts:
+                    report(f"Compiling {part.name} {module.version}", done / total)
+                    _compile(go, module, part, jobs)
+                    done += part.seconds
     report("All binaries are built", 1.0)
     return find(kubernetes)
 
@@ -153,7 +189,7 @@ def find_go() -> Path:
     """
     seen: list[str] = []
     for candidate in _go_candidates():
-        result = _go(candidate, Path.cwd(), "version")
+        result = _Go(candidate, Path("/")).run("version")
         match = re.search(r"go(\d+)\.(\d+)", result.stdout)
         if match and (int(match[1]), int(match[2])) >= MIN_GO:
             return candidate
@@ -175,49 +211,50 @@ def _go_candidates() -> Iterator[Path]:
             yield candidate
 
 
-def _build_module(
-    go: Path, module: Module, parts: Sequence[Component], jobs: int | None, report: Callable[[str], None]
-) -> Iterator[Component]:
-    """Yields each component after it has been built."""
-    if not parts:
-        return
+@dataclass(frozen=True, slots=True)
+class _Go:
+    """A Go toolchain at work in a directory."""
+
+    program: Path
+    directory: Path
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Without the caller's settings for Go that would change what is built; its proxy and caches are kept."""
+        unwanted = ("GOROOT", "GOFLAGS", "GOWORK", "GOOS", "GOARCH")
+        environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+        environment |= {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
+        argv = [str(self.program), *args]
+        try:
+            return subprocess.run(
+                argv, cwd=self.directory, env=environment, capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            return subprocess.CompletedProcess(argv, 127, "", str(error))
+
+    def must(self, doing: str, *args: str) -> None:
+        """Raises ClusterError with the end of what Go said if it fails."""
+        result = self.run(*args)
+        if result.returncode != 0:
+            raise ClusterError(f"{doing} failed: {' | '.join(result.stderr.strip().splitlines()[-3:])}")
+
+
+def _fetch(go: _Go, module: Module) -> None:
+    """A go.mod that requires all of the module's components, so that every `go build` sees one settled set."""
+    (go.directory / "go.mod").write_text(f"module build\n\ngo {MIN_GO[0]}.{MIN_GO[1]}.0\n\n{module.head}")
+    packages = (f"{component.package}@v{module.version}" for component in module.components)
+    go.must(f"fetching {module.name} {module.version} (is there a network?)", "get", "-tool", *packages)
+
+
+def _compile(go: _Go, module: Module, component: Component, jobs: int | None) -> None:
     module.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpunode-build-") as work:
-        directory = Path(work)
-        (directory / "go.mod").write_text(f"module build\n\ngo {MIN_GO[0]}.{MIN_GO[1]}.0\n\n{module.head}")
-        report(f"Fetching {module.name} {module.version}")
-        # All components at once, so that every later `go build` sees one settled set of requirements.
-        packages = [f"{component.package}@v{module.version}" for component in module.components]
-        _checked(go, directory, f"fetching {module.name} {module.version}", "get", "-tool", *packages)
-        for component in parts:
-            report(f"Compiling {component.name} {module.version}")
-            temporary = module.directory / f".{component.name}.{os.getpid()}"
-            parallel = () if jobs is None else (f"-p={jobs}",)
-            arguments = ("build", *parallel, *module.flags, "-o", str(temporary), component.package)
-            try:
-                _checked(go, directory, f"compiling {component.name} {module.version}", *arguments)
-                temporary.replace(module.directory / component.name)
-            finally:
-                temporary.unlink(missing_ok=True)
-            yield component
-
-
-def _checked(go: Path, directory: Path, doing: str, *args: str) -> None:
-    result = _go(go, directory, *args)
-    if result.returncode != 0:
-        last = " | ".join(result.stderr.strip().splitlines()[-3:])
-        raise ClusterError(f"{doing} failed: {last}")
-
-
-def _go(go: Path, directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("GOROOT", "GOFLAGS", "GOWORK")}
-    environment |= {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
+    temporary = module.directory / f".{component.name}.{os.getpid()}"
+    parallel = () if jobs is None else (f"-p={jobs}",)
     try:
-        return subprocess.run(
-            [str(go), *args], cwd=directory, env=environment, capture_output=True, text=True, check=False
-        )
-    except OSError as error:
-        return subprocess.CompletedProcess(args, 127, "", str(error))
+        output = ("-o", str(temporary), component.package)
+        go.must(f"compiling {component.name} {module.version}", "build", *parallel, *module.flags, *output)
+        temporary.replace(module.directory / component.name)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

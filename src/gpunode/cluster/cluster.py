@@ -73,6 +73,15 @@ class Cluster:
         return self.layout.kubeconfig(ADMIN)
 
     @property
+    def kubectl(self) -> str:
+        """Path of a kubectl of the cluster's version."""
+        return build.find(self.spec.kubernetes)["kubectl"]
+
+    @property
+    def logs(self) -> Path:
+        return self.layout.state / "logs"
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(
             Node(node.name, str(node.address), self.layout.node(node).root, self.processes) for node in self.plan.nodes
@@ -91,6 +100,10 @@ class Cluster:
         """Names of all processes that `up` keeps running."""
         per_node = (process_name(n.name, part) for n in self.plan.nodes for part in COMPONENTS)
         return (*CONTROL_PLANE, *per_node)
+
+    def extra_names(self) -> tuple[str, ...]:
+        """Names of processes that others have started in the cluster with `processes.start`."""
+        return tuple(name for name in self.processes.names() if name not in self.component_names())
 
     def restart_kubelet(self, node: str) -> None:
         """Stops the kubelet of that node and starts it again; pods keep running.

@@ -67,8 +67,7 @@ def rules(plan: Plan) -> str:
             f":{chain}-IN - [0:0]",
             f"-A {chain}-FWD -i {bridges} -j ACCEPT",
             f"-A {chain}-FWD -o {bridges} -j ACCEPT",
-            f"-A {chain}-IN -i {bridges} -d 127.0.0.1/32 -p tcp --dport {port} "
-            "-m conntrack --ctstate DNAT -j ACCEPT",
+            f"-A {chain}-IN -i {bridges} -d 127.0.0.1/32 -p tcp --dport {port} -m conntrack --ctstate DNAT -j ACCEPT",
             f"-A {chain}-IN -i {bridges} -d 127.0.0.0/8 -j DROP",
             "COMMIT",
             "",

@@ -86,7 +86,7 @@ def check_name(name: str) -> None:
 
 
 def minor(kubernetes: str) -> str:
-    """"1.37.2" -> "1.37". Raises ClusterError for a version this package has no settings for."""
+    """ "1.37.2" -> "1.37". Raises ClusterError for a version this package has no settings for."""
     short = kubernetes.rpartition(".")[0]
     if not _VERSION.fullmatch(kubernetes) or short not in _GATES:
         raise ClusterError(f"Kubernetes {kubernetes!r} is not supported: use {DEFAULT_KUBERNETES} or 1.36.3")
