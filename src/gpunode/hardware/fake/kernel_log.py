@@ -1,0 +1,34 @@
+"""The fake's kernel log: a file of /dev/kmsg records, or the real device where the machine was given one."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+# Facility kern, level err: how the NVIDIA driver logs an XID.
+_PRIORITY = 3
+_TAIL = 64 * 1024
+
+
+def append(path: Path, text: str) -> None:
+    """One record `prio,seq,usec,-;text`. Line ends and other control characters become \\xNN, as the kernel writes
+    them, so that a text cannot pass for another record. usec: microseconds since boot."""
+    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    if path.exists() and stat.S_ISCHR(path.stat().st_mode):
+        with path.open("wb", buffering=0) as device:
+            device.write(f"<{_PRIORITY}>{safe}".encode())
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        record = f"{_PRIORITY},{_next_sequence(file.fileno())},{time.monotonic_ns() // 1000},-;{safe}\n"
+        file.write(record.encode())
+
+
+def _next_sequence(descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size
+    lines = os.pread(descriptor, _TAIL, max(0, size - _TAIL)).splitlines()
+    for line in reversed(lines):
+        fields = line.split(b";", 1)[0].split(b",")
+        if len(fields) >= 4 and fields[1].isdigit():
+            return int(fields[1]) + 1
+    return 0

@@ -1,0 +1,387 @@
+"""An NVML without a driver: pynvml's functions over the state of a fake machine.
+
+Handles, structures, constants and errors are pynvml's own. Documentation of each call: NVIDIA's NVML reference.
+"""
+
+# Names and parameters are pynvml's, so that this object can stand in for the module.
+# ruff: noqa: N802, N803
+
+import time
+from collections.abc import Sequence
+from ctypes import c_void_p, cast
+from typing import Any, NoReturn
+
+import pynvml
+
+from gpunode.hardware.fake.state import EventSet, FakeGpu, FakeState, MigInstance
+from gpunode.hardware.nvml import Handle
+
+_MIB = 1024 * 1024
+_BRANDS = {
+    "Nvidia": pynvml.NVML_BRAND_NVIDIA,
+    "Tesla": pynvml.NVML_BRAND_TESLA,
+    "Quadro": pynvml.NVML_BRAND_QUADRO,
+    "NvidiaRTX": pynvml.NVML_BRAND_NVIDIA_RTX,
+    "GeForce": pynvml.NVML_BRAND_GEFORCE,
+}
+_ARCHITECTURES = {
+    "Volta": pynvml.NVML_DEVICE_ARCH_VOLTA,
+    "Turing": pynvml.NVML_DEVICE_ARCH_TURING,
+    "Ampere": pynvml.NVML_DEVICE_ARCH_AMPERE,
+    "Ada Lovelace": pynvml.NVML_DEVICE_ARCH_ADA,
+    "Hopper": pynvml.NVML_DEVICE_ARCH_HOPPER,
+    "Blackwell": pynvml.NVML_DEVICE_ARCH_BLACKWELL,
+}
+_CORES_PER_SM = {"7.0": 64, "7.5": 64, "8.0": 64}
+_SUPPORTED_EVENTS = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
+_MAX_MIG = 7
+# A handle is a number that only this module reads: driver load, kind, GPU and instance.
+_GPU, _MIG, _INSTANCE, _COMPUTE, _EVENTS = 1, 2, 3, 4, 5
+
+
+def _number(epoch: int, kind: int, index: int, gi: int = 0) -> int:
+    return epoch << 32 | kind << 24 | index << 12 | gi + 1
+
+
+def device_handle(state: FakeState, gpu: FakeGpu) -> Handle:
+    """The handle NVML would give for a whole GPU."""
+    return cast(c_void_p(_number(state.epoch, _GPU, gpu.index)), pynvml.c_nvmlDevice_t)
+
+
+def _fail(code: int) -> NoReturn:
+    raise pynvml.NVMLError(code)
+
+
+class FakeNvml:
+    """See gpunode.hardware.nvml.Nvml for the functions; all state is in `state`."""
+
+    def __init__(self, state: FakeState) -> None:
+        self.state = state
+
+    def __getattribute__(self, name: str) -> Any:
+        """A function that the (older) driver lacks fails when it is called, as in pynvml."""
+        if name.startswith("nvml") and name in object.__getattribute__(self, "state").missing:
+            return lambda *_args, **_kwargs: _fail(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return object.__getattribute__(self, name)
+
+    # System
+
+    def nvmlInit(self) -> None:
+        with self.state.changed:
+            if not self.state.saved.driver_loaded:
+                _fail(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            self.state.initialized += 1
+
+    def nvmlShutdown(self) -> None:
+        with self.state.changed:
+            self._ready()
+            self.state.initialized -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        self._ready()
+        return self.state.saved.driver_version
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        self._ready()
+        major, minor = self.state.board.cuda_version.split(".")
+        return int(major) * 1000 + int(minor) * 10
+
+    # Devices
+
+    def nvmlDeviceGetCount(self) -> int:
+        self._ready()
+        return len(self.state.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle:
+        self._ready()
+        if not 0 <= index < len(self.state.gpus):
+            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return self._handle(self.state.gpus[index])
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Handle:
+        self._ready()
+        found = next((g for g in self.state.gpus if g.uuid == uuid), None)
+        return self._handle(found) if found else _fail(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetUUID(self, handle: Handle) -> str:
+        gpu, instance = self._device(handle)
+        return gpu.mig_uuid(instance) if instance else gpu.uuid
+
+    def nvmlDeviceGetPciInfo_v3(self, handle: Handle) -> Any:
+        return self._pci_info(self._gpu(handle))
+
+    def nvmlDeviceGetMinorNumber(self, handle: Handle) -> int:
+        return self._gpu(handle).index
+
+    def nvmlDeviceGetName(self, handle: Handle) -> str:
+        gpu, instance = self._device(handle)
+        return self.state.board.product + (f" MIG {instance.profile}" if instance and gpu else "")
+
+    def nvmlDeviceGetBrand(self, handle: Handle) -> int:
+        self._gpu(handle)
+        return int(_BRANDS[self.state.board.brand])
+
+    def nvmlDeviceGetArchitecture(self, device: Handle) -> int:
+        self._gpu(device)
+        return int(_ARCHITECTURES[self.state.board.architecture])
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]:
+        self._gpu(handle)
+        major, minor = self.state.board.compute_capability.split(".")
+        return int(major), int(minor)
+
+    def nvmlDeviceGetNumGpuCores(self, device: Handle) -> int:
+        self._gpu(device)
+        board = self.state.board
+        return board.multiprocessors * _CORES_PER_SM.get(board.compute_capability, 128)
+
+    def nvmlDeviceGetSerial(self, handle: Handle) -> str:
+        return f"16{int(self._gpu(handle).uuid[4:12], 16):011d}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any:
+        _, instance = self._device(handle)
+        info = pynvml.c_nvmlMemory_v2_t() if version else pynvml.c_nvmlMemory_t()
+        mib = self.state.profile(instance.profile).memory_mib if instance else self.state.board.memory_mib
+        if mib == 0:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        info.total = info.free = mib * _MIB
+        return info
+
+    # NVLink and fabric
+
+    def nvmlDeviceGetNvLinkState(self, device: Handle, link: int) -> int:
+        gpu = self._link(device, link)
+        return int(pynvml.NVML_FEATURE_DISABLED if link in gpu.saved.dead_links else pynvml.NVML_FEATURE_ENABLED)
+
+    def nvmlDeviceGetNvLinkVersion(self, device: Handle, link: int) -> int:
+        self._link(device, link)
+        return self.state.board.nvlink.version
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Handle, link: int) -> int:
+        gpu = self._link(handle, link)
+        if link in gpu.saved.dead_links:
+            return int(pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN)
+        switched = self.state.board.nvlink.to == "switch"
+        return int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switched else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, device: Handle, link: int) -> Any:
+        gpu = self._link(device, link)
+        peer = self._peer(gpu, link)
+        if peer is None:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return self._pci_info(peer)
+
+    def nvmlDeviceGetP2PStatus(self, device1: Handle, device2: Handle, p2pIndex: int) -> int:
+        a, b = self._gpu(device1), self._gpu(device2)
+        if p2pIndex != pynvml.NVML_P2P_CAPS_INDEX_NVLINK or a is b:
+            return int(pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+        if self.state.board.nvlink.to == "switch":
+            linked = all(self._live_links(g) for g in (a, b))
+        else:
+            linked = any(self._peer(a, link) is b for link in self._live_links(a))
+        mig = a.saved.mig_enabled or b.saved.mig_enabled
+        return int(pynvml.NVML_P2P_STATUS_OK if linked and not mig else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
+
+    def nvmlDeviceGetGpuFabricInfo(self, device: Handle, gpuFabricInfo: Any) -> int:
+        self._fill_fabric(self._gpu(device), gpuFabricInfo._obj)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetGpuFabricInfoV(self, device: Handle, gpuFabricInfo: Any) -> int:
+        gpu, info = self._gpu(device), gpuFabricInfo._obj
+        if info.version not in (pynvml.nvmlGpuFabricInfo_v2, pynvml.nvmlGpuFabricInfo_v3):
+            _fail(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        self._fill_fabric(gpu, info)
+        info.healthMask = gpu.saved.fabric_mask
+        if info.version == pynvml.nvmlGpuFabricInfo_v3:
+            info.healthSummary = gpu.saved.fabric_summary
+        return int(pynvml.NVML_SUCCESS)
+
+    # MIG
+
+    def nvmlDeviceGetMigMode(self, device: Handle) -> list[int]:
+        gpu = self._gpu(device)
+        if not self.state.board.mig_profiles:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [int(gpu.saved.mig_enabled)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: Handle) -> int:
+        self._gpu(device)
+        return _MAX_MIG if self.state.board.mig_profiles else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Handle, index: int) -> Handle:
+        gpu = self._gpu(device)
+        ready = [i for i in gpu.saved.instances if i.compute]
+        if not 0 <= index < len(ready):
+            _fail(pynvml.NVML_ERROR_NOT_FOUND)
+        number = _number(self.state.epoch, _MIG, gpu.index, ready[index].gi)
+        return cast(c_void_p(number), pynvml.c_nvmlDevice_t)
+
+    def nvmlDeviceGetGpuInstanceId(self, device: Handle) -> int:
+        return self._mig(device)[1].gi
+
+    def nvmlDeviceGetComputeInstanceId(self, device: Handle) -> int:
+        self._mig(device)
+        return 0
+
+    def nvmlDeviceGetGpuInstanceById(self, device: Handle, gpuInstanceId: int) -> Handle:
+        gpu = self._gpu(device)
+        if all(i.gi != gpuInstanceId for i in gpu.saved.instances):
+            _fail(pynvml.NVML_ERROR_NOT_FOUND)
+        number = _number(self.state.epoch, _INSTANCE, gpu.index, gpuInstanceId)
+        return cast(c_void_p(number), pynvml.c_nvmlGpuInstance_t)
+
+    def nvmlGpuInstanceGetInfo(self, gpuInstance: Handle) -> Any:
+        gpu, instance = self._lookup(gpuInstance, _INSTANCE)
+        if instance is None:
+            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        profile = self.state.profile(instance.profile)
+        info = pynvml.c_nvmlGpuInstanceInfo_t()
+        info.device, info.id, info.profileId = device_handle(self.state, gpu), instance.gi, profile.id
+        info.placement.start, info.placement.size = instance.start, profile.size
+        return info
+
+    def nvmlDeviceGetGpuInstanceProfileInfoV(self, device: Handle, profile: int, version: int = 2) -> Any:
+        self._gpu(device)
+        found = next((p for p in self.state.board.mig_profiles if p.number == profile), None)
+        if found is None or version != 2:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        info = pynvml.c_nvmlGpuInstanceProfileInfo_v2_t()
+        info.id, info.sliceCount, info.instanceCount = found.id, found.slices, len(found.starts)
+        info.multiprocessorCount, info.copyEngineCount = found.multiprocessors, found.copy_engines
+        info.decoderCount, info.encoderCount = found.decoders, found.encoders
+        info.jpegCount, info.ofaCount = found.jpeg_engines, found.ofa_engines
+        info.memorySizeMB, info.name = found.memory_mib, f"MIG {found.name}".encode()
+        return info
+
+    # Health
+
+    def nvmlDeviceGetRemappedRows(self, device: Handle) -> tuple[int, int, int, int]:
+        saved = self._gpu(device).saved
+        return 0, int(saved.remap_pending or saved.remap_failed), int(saved.remap_pending), int(saved.remap_failed)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: Handle, errorType: int, counterType: int) -> int:
+        saved = self._gpu(handle).saved
+        return saved.ecc_volatile if errorType == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
+
+    def nvmlDeviceGetFieldValues(self, handle: Handle, fieldIds: Sequence[int]) -> Any:
+        gpu = self._gpu(handle)
+        values = (pynvml.c_nvmlFieldValue_t * len(fieldIds))()
+        for value, field in zip(values, fieldIds, strict=True):
+            value.fieldId = field
+            value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+            known = field == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+            value.nvmlReturn = pynvml.NVML_SUCCESS if known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            value.value.uiVal = gpu.saved.recovery if known else 0
+        return values
+
+    # Events
+
+    def nvmlEventSetCreate(self) -> Handle:
+        with self.state.changed:
+            self._ready()
+            number = max(self.state.event_sets, default=0) + 1
+            self.state.event_sets[number] = EventSet()
+        return cast(c_void_p(_number(self.state.epoch, _EVENTS, number)), pynvml.c_nvmlEventSet_t)
+
+    def nvmlEventSetFree(self, eventSet: Handle) -> None:
+        with self.state.changed:
+            self.state.event_sets.pop(self._event_set(eventSet)[0], None)
+
+    def nvmlDeviceGetSupportedEventTypes(self, handle: Handle) -> int:
+        self._gpu(handle)
+        return int(_SUPPORTED_EVENTS)
+
+    def nvmlDeviceRegisterEvents(self, handle: Handle, eventTypes: int, eventSet: Handle) -> None:
+        with self.state.changed:
+            gpu, events = self._gpu(handle), self._event_set(eventSet)[1]
+            if eventTypes & ~_SUPPORTED_EVENTS:
+                _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            events.masks[gpu.index] = events.masks.get(gpu.index, 0) | eventTypes
+
+    def nvmlEventSetWait_v2(self, eventSet: Handle, timeoutms: int) -> Any:
+        """The next event; Timeout after timeoutms, GpuIsLost while a registered GPU is lost and no event waits."""
+        deadline = time.monotonic() + timeoutms / 1000
+        with self.state.changed:
+            while True:
+                events = self._event_set(eventSet)[1]
+                if events.waiting:
+                    return events.waiting.popleft()
+                if any(self.state.gpus[index].saved.lost for index in events.masks):
+                    _fail(pynvml.NVML_ERROR_GPU_IS_LOST)
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.state.changed.wait(left):
+                    _fail(pynvml.NVML_ERROR_TIMEOUT)
+
+    # Shared by the above
+
+    def _ready(self) -> None:
+        if self.state.initialized <= 0:
+            _fail(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    def _handle(self, gpu: FakeGpu) -> Handle:
+        if gpu.saved.lost:
+            _fail(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return device_handle(self.state, gpu)
+
+    def _lookup(self, handle: Handle, *kinds: int) -> tuple[FakeGpu, MigInstance | None]:
+        self._ready()
+        number = cast(handle, c_void_p).value or 0
+        epoch, kind, index, gi = number >> 32, number >> 24 & 0xFF, number >> 12 & 0xFFF, (number & 0xFFF) - 1
+        if epoch != self.state.epoch or kind not in kinds or index >= len(self.state.gpus):
+            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        gpu = self.state.gpus[index]
+        if gpu.saved.lost:
+            _fail(pynvml.NVML_ERROR_GPU_IS_LOST)
+        if kind == _GPU:
+            return gpu, None
+        instance = next((i for i in gpu.saved.instances if i.gi == gi), None)
+        return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def _device(self, handle: Handle) -> tuple[FakeGpu, MigInstance | None]:
+        return self._lookup(handle, _GPU, _MIG)
+
+    def _gpu(self, handle: Handle) -> FakeGpu:
+        return self._lookup(handle, _GPU)[0]
+
+    def _mig(self, handle: Handle) -> tuple[FakeGpu, MigInstance]:
+        gpu, instance = self._lookup(handle, _MIG)
+        return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    def _event_set(self, handle: Handle) -> tuple[int, EventSet]:
+        self._ready()
+        number = cast(handle, c_void_p).value or 0
+        found = self.state.event_sets.get(number >> 12 & 0xFFF)
+        if found is None or number >> 32 != self.state.epoch:
+            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return number >> 12 & 0xFFF, found
+
+    def _link(self, handle: Handle, link: int) -> FakeGpu:
+        gpu = self._gpu(handle)
+        if not 0 <= link < self.state.board.nvlink.links:
+            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return gpu
+
+    def _live_links(self, gpu: FakeGpu) -> list[int]:
+        return [link for link in range(self.state.board.nvlink.links) if link not in gpu.saved.dead_links]
+
+    def _peer(self, gpu: FakeGpu, link: int) -> FakeGpu | None:
+        if self.state.board.nvlink.to == "switch" or not gpu.peers or link in gpu.saved.dead_links:
+            return None
+        return self.state.gpus[gpu.peers[link * len(gpu.peers) // self.state.board.nvlink.links]]
+
+    def _pci_info(self, gpu: FakeGpu) -> Any:
+        info = pynvml.nvmlPciInfo_t()
+        info.domain, info.bus, info.device = gpu.pci.domain, gpu.pci.bus, gpu.pci.device
+        info.pciDeviceId = int(self.state.board.pci_device_id, 16)
+        info.busIdLegacy = str(gpu.pci)[-12:].upper().encode()
+        info.busId = f"{gpu.pci.domain:08X}{str(gpu.pci).upper()[-8:]}".encode()
+        return info
+
+    def _fill_fabric(self, gpu: FakeGpu, info: Any) -> None:
+        if gpu.saved.fabric_state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        info.state, info.status = gpu.saved.fabric_state, pynvml.NVML_SUCCESS
+        if gpu.saved.fabric_state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+            info.cliqueId = self.state.clique
+            for i, byte in enumerate(bytes.fromhex(self.state.board.fabric.cluster_uuid.replace("-", ""))):
+                info.clusterUuid[i] = byte

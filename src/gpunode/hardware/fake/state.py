@@ -1,0 +1,177 @@
+"""All that changes on a fake machine, in one explicit object, with the part that outlives the process."""
+
+import threading
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pynvml
+
+from gpunode.hardware.board import Board, BoardMigProfile
+from gpunode.hardware.sysfs import parse_pci
+from gpunode.model.hardware import PciAddress, device_name
+
+_NAMESPACE = uuid.UUID("6b1f7f4e-0c9c-5d0e-9d43-0d8f6c5f9a11")
+NO_INSTANCE = 0xFFFFFFFF
+_STATES = {"unsupported": 0, "notStarted": 1, "inProgress": 2, "completed": 3}
+
+
+class MigInstance(msgspec.Struct, kw_only=True):
+    """A GPU instance. profile: name in the board's table. compute: whether its compute instance (id 0) exists."""
+
+    gi: int
+    profile: str
+    start: int
+    compute: bool = True
+
+
+class GpuSaved(msgspec.Struct, kw_only=True):
+    """What a GPU remembers over restarts of the agent; a reboot of the node starts it anew."""
+
+    lost: bool = False
+    recovery: int = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
+    dead_links: list[int] = []
+    ecc_volatile: int = 0
+    remap_pending: bool = False
+    remap_failed: bool = False
+    fabric_state: int = 0
+    fabric_summary: int = pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED
+    fabric_mask: int = 0
+    mig_enabled: bool = False
+    instances: list[MigInstance] = []
+
+
+class MachineSaved(msgspec.Struct, kw_only=True):
+    """Content of machine.json beside the fake's trees."""
+
+    board: str
+    node: str
+    boot_id: str
+    driver_version: str
+    driver_loaded: bool = True
+    gpus: list[GpuSaved] = []
+
+
+@dataclass
+class FakeGpu:
+    """One GPU: what the board fixes, and what changes."""
+
+    index: int
+    uuid: str
+    pci: PciAddress
+    peers: tuple[int, ...]
+    saved: GpuSaved
+
+    @property
+    def name(self) -> str:
+        return device_name(self.pci)
+
+    def mig_uuid(self, instance: MigInstance) -> str:
+        return "MIG-" + str(uuid.uuid5(_NAMESPACE, f"{self.uuid}/{instance.gi}/{instance.profile}/{instance.start}"))
+
+
+@dataclass
+class EventSet:
+    """A registration for events and the events that wait to be collected; masks by GPU index."""
+
+    masks: dict[int, int] = field(default_factory=dict)
+    waiting: deque[pynvml.c_nvmlEventData_t] = field(default_factory=lambda: deque(maxlen=256))
+
+
+@dataclass
+class FakeState:
+    """The machine. `changed` guards everything and wakes those who wait for events.
+
+    epoch: rises with each driver load; handles carry it. missing: NVML functions an older driver lacks.
+    """
+
+    board: Board
+    node: str
+    saved: MachineSaved
+    file: Path
+    gpus: list[FakeGpu]
+    epoch: int = 1
+    initialized: int = 0
+    missing: set[str] = field(default_factory=set)
+    event_sets: dict[int, EventSet] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def tray(self) -> int:
+        """Position in the NVLink domain: the number at the end of the node's name, counted around."""
+        digits = self.node[len(self.node.rstrip("0123456789")) :]
+        return int(digits[-9:] or 0) % self.board.fabric.trays
+
+    @property
+    def clique(self) -> int:
+        cliques = self.board.fabric.cliques
+        return cliques[self.tray * len(cliques) // self.board.fabric.trays]
+
+    def find(self, device: str) -> FakeGpu:
+        """By DRA device name, UUID, PCI address or index. Raises LookupError."""
+        for gpu in self.gpus:
+            if device in (gpu.name, gpu.uuid, str(gpu.pci), f"{gpu.pci.domain:08x}{str(gpu.pci)[4:]}", str(gpu.index)):
+                return gpu
+        known = ", ".join(g.name for g in self.gpus) or "none"
+        raise LookupError(f"no GPU {device[:128]!r} on {self.node}; there are: {known}")
+
+    def profile(self, name: str) -> BoardMigProfile:
+        return next(p for p in self.board.mig_profiles if p.name == name)
+
+    def save(self) -> None:
+        """Atomically, so that a killed agent finds the old or the new state."""
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(self.saved))
+        temporary.replace(self.file)
+
+
+def load_state(board: Board, node: str, file: Path, boot_id: str | None) -> tuple[FakeState, bool]:
+    """The state in `file` when it is of this board, node and boot, else a fresh one (then True: the node booted)."""
+    saved = _read(file)
+    same = saved is not None and (saved.board, saved.node, len(saved.gpus)) == (board.name, node, len(board.gpus))
+    if saved is None or not same or boot_id not in (None, saved.boot_id):
+        fresh = [_fresh(board, i) for i in range(len(board.gpus))]
+        boot = boot_id or str(uuid.uuid4())
+        saved = MachineSaved(board=board.name, node=node, boot_id=boot, driver_version=board.driver_version, gpus=fresh)
+        state, booted = _state(board, node, saved, file), True
+    else:
+        state, booted = _state(board, node, saved, file), False
+    state.save()
+    return state, booted
+
+
+def fresh_gpu(board: Board, index: int, before: GpuSaved) -> GpuSaved:
+    """A GPU after a reset: as new, except that MIG mode survives (its instances do not)."""
+    return msgspec.structs.replace(_fresh(board, index), mig_enabled=before.mig_enabled)
+
+
+def _fresh(board: Board, index: int) -> GpuSaved:
+    done = board.fabric.state == "completed"
+    return GpuSaved(
+        dead_links=list(board.gpus[index].dead_links),
+        fabric_state=_STATES[board.fabric.state],
+        fabric_summary=pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY if done else 0,
+    )
+
+
+def _state(board: Board, node: str, saved: MachineSaved, file: Path) -> FakeState:
+    gpus = [
+        FakeGpu(
+            index=i,
+            uuid="GPU-" + str(uuid.uuid5(_NAMESPACE, f"{board.name}/{node}/{i}")),
+            pci=parse_pci(gpu.pci),
+            peers=gpu.peers,
+            saved=saved.gpus[i],
+        )
+        for i, gpu in enumerate(board.gpus)
+    ]
+    return FakeState(board=board, node=node, saved=saved, file=file, gpus=gpus)
+
+
+def _read(file: Path) -> MachineSaved | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=MachineSaved)
+    except (OSError, msgspec.MsgspecError):
+        return None
