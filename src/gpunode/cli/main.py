@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gpunode.cli import agent, cluster, controller, demo, devices, explain, faults, health
+from gpunode.cli import agent, cluster, controller, demo, explain, faults
 
 app = typer.Typer(
     name="gpunode",
@@ -34,11 +34,9 @@ def options(
 agent.register(app)
 controller.register(app)
 explain.register(app)
-devices.register(app)
 demo.register(app)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(faults.app, name="faults")
-app.add_typer(health.app, name="health")
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """How commands speak: tables and colour on terminals, plain text in pipes, JSON or YAML on request."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -8,6 +10,7 @@ import msgspec
 import typer
 import yaml
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 class Format(StrEnum):
@@ -37,3 +40,30 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """One sentence on standard error and an exit code that is not zero."""
     typer.secho(f"gpunode: {message}", fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
     raise typer.Exit(code)
+
+
+Report = Callable[[str, float], None]
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """A function to report steps to: (what is done, share that is done). On a terminal it moves a bar with the
+    remaining time, elsewhere it writes a line a step; both on standard error."""
+    if not sys.stderr.isatty():
+        yield _line_reporter()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda step, done: bar.update(task, description=step, completed=done)
+
+
+def _line_reporter() -> Report:
+    last: list[str] = []
+
+    def report(step: str, done: float) -> None:
+        if last != [step]:
+            last[:] = [step]
+            typer.echo(f"[{done:4.0%}] {step}", err=True)
+
+    return report

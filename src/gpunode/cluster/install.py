@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpunode.cluster import build
 from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.errors import ClusterError
+from gpunode.cluster.nodes import process_name
 from gpunode.datafiles import data_dir
 from gpunode.model.names import DEFAULT_DRIVER, SYSTEM_NAMESPACE
 
@@ -36,7 +36,7 @@ class Installation:
 
 def agent_name(node: str) -> str:
     """Process name of a node's agent."""
-    return f"{node}-gpunode-agent"
+    return process_name(node, "gpunode-agent")
 
 
 def install(cluster: Cluster, wish: Installation, report: Callable[[str, float], None]) -> None:
@@ -64,8 +64,7 @@ def apply_manifests(cluster: Cluster) -> None:
 
 def kubectl(cluster: Cluster, *arguments: str) -> str:
     """Run kubectl as the administrator; its output. Raises ClusterError."""
-    program = build.find(cluster.spec.kubernetes)["kubectl"]
-    command = [str(program), f"--kubeconfig={cluster.kubeconfig}", *arguments]
+    command = [str(cluster.kubectl), f"--kubeconfig={cluster.kubeconfig}", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_APPLY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

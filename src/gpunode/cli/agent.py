@@ -1,0 +1,71 @@
+"""`gpunode agent`: the node agent."""
+
+import socket
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpunode.cli.connect import Kubeconfig
+from gpunode.cli.output import fail
+from gpunode.cli.service import serve
+from gpunode.model.names import DEFAULT_DRIVER
+
+
+class BackendName(StrEnum):
+    """Where the GPUs come from."""
+
+    NVML = "nvml"
+    FAKE = "fake"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(agent)
+
+
+def agent(
+    node_name: Annotated[str, typer.Option(help="Name of the Node object.", show_default="host name")] = "",
+    kubeconfig: Kubeconfig = None,
+    driver: Annotated[str, typer.Option(help="DRA driver name to publish under.")] = DEFAULT_DRIVER,
+    instance: Annotated[
+        str, typer.Option(help="Unique name of this instance, for rolling updates (the pod's UID).")
+    ] = "",
+    backend: Annotated[BackendName, typer.Option(help="Real GPUs or fake ones.")] = BackendName.NVML,
+    profile: Annotated[str, typer.Option(help="Fake: board of fake_gpus/boards, or a YAML file.")] = "dgx-a100-80",
+    fake_root: Annotated[Path, typer.Option(help="Fake: directory of the fake machine's /sys, /proc and /dev.")] = Path(
+        "/var/lib/gpunode/fake"
+    ),
+    kubelet_dir: Annotated[Path, typer.Option(help="The kubelet's --root-dir.")] = Path("/var/lib/kubelet"),
+    cdi_dir: Annotated[Path, typer.Option(help="CDI directory of the container runtime.")] = Path("/var/run/cdi"),
+    state_dir: Annotated[Path, typer.Option(help="Where health and its history are kept.")] = Path("/var/lib/gpunode"),
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves none.")] = 9401,
+) -> None:
+    """Run the node agent until it is stopped.
+
+    Example: [bold]gpunode agent --node-name gpu-node-0 --backend fake --profile dgx-a100-80[/bold]
+    """
+    from gpunode.agent.options import AgentOptions
+    from gpunode.agent.run import EXPECTED_ERRORS, run_agent
+    from gpunode.hardware.board import BoardError, load_board
+
+    board = None
+    if backend is BackendName.FAKE:
+        try:
+            board = load_board(profile)
+        except BoardError as error:
+            fail(str(error))
+    options = AgentOptions(
+        node=node_name or socket.gethostname(),
+        kubeconfig=kubeconfig,
+        driver=driver,
+        instance=instance,
+        board=board,
+        fake_root=fake_root,
+        kubelet_dir=kubelet_dir,
+        cdi_dir=cdi_dir,
+        state_dir=state_dir,
+        metrics_port=metrics_port,
+    )
+    serve(lambda: run_agent(options), EXPECTED_ERRORS)

@@ -1,0 +1,136 @@
+"""`gpunode demo`: the story of a gang, told to a person watching a terminal."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gpunode.cli.output import console, fail, progress
+from gpunode.cluster.errors import ClusterError
+from gpunode.cluster.spec import DEFAULT_KUBERNETES, DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from gpunode.cluster.cluster import Cluster
+    from gpunode.cluster.story import Rank
+
+_XID = 79
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(demo)
+
+
+def demo(
+    nodes: Annotated[int, typer.Option(min=9, max=16, help="Nodes of 8 fake A100s; the story needs a spare one.")] = 9,
+    name: Annotated[str, typer.Option(help="Name of the local cluster.")] = "default",
+    port: Annotated[int, typer.Option(help="Port of its API server.")] = DEFAULT_PORT,
+    kubernetes: Annotated[str, typer.Option(help="Kubernetes version.")] = DEFAULT_KUBERNETES,
+) -> None:
+    """Bring up a cluster of fake GPUs, run a gang of 64, break one GPU and watch the gang come back.
+
+    Example: [bold]gpunode demo[/bold]
+    """
+    from gpunode.cluster import build, packages
+    from gpunode.cluster.install import Installation, install
+    from gpunode.cluster.lifecycle import require_root, up
+    from gpunode.cluster.spec import ClusterSpec
+
+    out = console()
+    began = time.monotonic()
+    try:
+        spec = ClusterSpec(name=name, nodes=nodes, kubernetes=kubernetes, port=port)
+        _chapter(out, 1, f"A real Kubernetes {kubernetes} cluster: {nodes} kubelets, each with 8 fake A100 GPUs")
+        require_root()
+        with progress() as report:
+            packages.install(lambda step: report(step, 0.0))
+            build.build(kubernetes, report)
+        with progress() as report:
+            cluster = up(spec, report)
+        with progress() as report:
+            install(cluster, Installation(), report)
+        asyncio.run(_story(out, cluster))
+    except ClusterError as error:
+        fail(str(error))
+    minutes, seconds = divmod(int(time.monotonic() - began), 60)
+    _ending(out, cluster.kubeconfig, name, f"{minutes} min {seconds} s")
+
+
+async def _story(out: Console, cluster: "Cluster") -> None:
+    from gpunode.cluster.story import stage
+
+    async with stage(cluster) as it:
+        for example in ("train", "too-large"):
+            it.delete(example)
+        await it.until("the pods of an earlier demo are gone", 90, lambda: not it.pods.items)
+        _chapter(out, 2, "A gang of 8 pods × 8 GPUs: an ordinary Job in one PodGroup")
+        it.apply("team-a")
+        it.apply("train")
+        with _spinner(out) as waiting:
+            waiting.add_task("Waiting for all 8 ranks to run")
+            took = await it.until_running("train", 8, 60)
+        out.print(f"All 8 ranks run after {took:.1f} s. Where every rank and its GPUs went:")
+        out.print(_ranks(it.ranks("train")))
+
+        _chapter(out, 3, f"XID {_XID} on one GPU of rank 3: it falls off the bus")
+        with _spinner(out) as waiting:
+            waiting.add_task("The old pods ignore SIGTERM, so their grace period of 30 s has to pass")
+            broken = await it.break_one("train", _XID)
+        out.print(f"{broken.rank.node}, {broken.device}:")
+        out.print(f"  {broken.pod_status_s:5.1f} s  pod.status says Unhealthy: [red]{escape(broken.message)}[/red]")
+        out.print(f"  {broken.evicted_s:5.1f} s  the whole gang is evicted, once, by suspending its Job")
+        out.print(f"  {broken.old_ended_s:5.1f} s  the last old pod has ended and given its GPUs back")
+        out.print(f"  {broken.running_again_s:5.1f} s  later all 8 ranks run again, away from the broken GPU:")
+        out.print(_ranks(broken.ranks))
+
+        _chapter(out, 4, "A second gang of 2 × 8 GPUs, for which there is no room")
+        it.apply("too-large")
+        await it.until("a reason for the second gang", 20, lambda: it.placed("too-large")[0] == "False")
+        started = [p for p in it.members("too-large") if p.spec.node_name]
+        out.print(f"{len(started)} of its 2 pods started. Why, in one sentence:")
+        out.print(f"  [yellow]{escape(it.placed('too-large')[2])}[/yellow]")
+
+        _chapter(out, 5, "The first gang runs to its end")
+        with _spinner(out) as waiting:
+            waiting.add_task("Waiting for the Job to complete")
+            await it.until("Job train is Complete", 120, lambda: it.complete("train"))
+        job = it.jobs.items["team-a/train"]
+        out.print(
+            f"Job train: Complete, {job.status.succeeded} succeeded, {job.status.failed} failed. "
+            "Its GPUs are free, so the second gang starts by itself."
+        )
+
+
+def _chapter(out: Console, number: int, title: str) -> None:
+    out.print(f"\n[bold cyan]{number}. {title}[/bold cyan]")
+
+
+def _spinner(out: Console) -> Progress:
+    """Shows that something goes on, and for how long; nothing where there is no terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
+
+
+def _ranks(ranks: "tuple[Rank, ...]") -> Table:
+    table = Table("rank", "pod", "node", "GPUs (PCI address)")
+    for rank in ranks:
+        addresses = " ".join(device.removeprefix("gpu-0000-").removesuffix("-00-0") for device in rank.devices)
+        table.add_row(str(rank.rank), rank.pod, rank.node, addresses)
+    return table
+
+
+def _ending(out: Console, kubeconfig: Path, name: str, took: str) -> None:
+    option = "" if name == "default" else f" --name {name}"
+    out.print(f"\nThat was the story, in {took}. The cluster still runs. To look around:")
+    out.print(f"  export KUBECONFIG={kubeconfig}")
+    out.print("  kubectl get pods -n team-a -o wide")
+    out.print("  kubectl get podgroups,resourceclaims -n team-a")
+    out.print("  kubectl get resourceslices")
+    out.print("  kubectl get events -A --field-selector type=Warning")
+    out.print(f"To take it down:\n  gpunode cluster down{option}")
