@@ -1,19 +1,17 @@
 """`gpunode cluster`: a real Kubernetes on this machine, without a container engine."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gpunode.cli.output import Format, console, emit, fail
 from gpunode.cluster import build as building
 from gpunode.cluster import packages
 from gpunode.cluster.cluster import Cluster, load
@@ -26,18 +24,19 @@ from gpunode.cluster.spec import DEFAULT_KUBERNETES, DEFAULT_PORT, ClusterSpec
 Report = Callable[[str, float], None]
 
 
-class Output(StrEnum):
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
-
-
 Name = Annotated[str, typer.Option("--name", help="Which cluster; several can run side by side.")]
 Kubernetes = Annotated[str, typer.Option("--kubernetes", help="Kubernetes version: 1.37.2 or 1.36.3.")]
 
-_EPILOG: Final = (
-    "Examples:  gpunode cluster build  |  sudo gpunode cluster up --nodes 9  |  "
-    "export KUBECONFIG=$(sudo gpunode cluster kubeconfig --path)  |  sudo gpunode cluster down"
+# A blank line starts a new paragraph in the help of typer.
+_EPILOG: Final = "\n\n".join(
+    (
+        "Examples:",
+        "gpunode cluster build",
+        "gpunode cluster up --nodes 9",
+        "export KUBECONFIG=$(gpunode cluster kubeconfig --path)",
+        "gpunode cluster status -o json",
+        "gpunode cluster down",
+    )
 )
 
 app = typer.Typer(
@@ -79,8 +78,9 @@ def up(
         started = time.monotonic()
         with _progress() as report:
             cluster = bring_up(spec, report)
+        took = time.monotonic() - started
         typer.echo(
-            f"Cluster {name}: Kubernetes {kubernetes}, {nodes} nodes Ready after {time.monotonic() - started:.1f} s.\n\n"
+            f"Cluster {name}: Kubernetes {kubernetes}, {nodes} nodes Ready after {took:.1f} s.\n\n"
             f"  export KUBECONFIG={cluster.kubeconfig}\n"
             f"  {cluster.kubectl} get nodes\n\n"
             f"Images in every node: localhost/busybox:1, localhost/pause:1. Logs: {cluster.logs}\n"
@@ -91,13 +91,13 @@ def up(
 @app.command(epilog="Example:  gpunode cluster status -o json")
 def status(
     name: Name = "default",
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format.")] = Output.TABLE,
+    output: Annotated[Format, typer.Option("--output", "-o", help="Format.")] = Format.TABLE,
 ) -> None:
     """Show every process of the cluster and whether its node is Ready. Exit status 1 if a part is not running."""
     with _one_sentence():
         cluster = _existing(name)
         rows = _rows(cluster)
-        if output is Output.TABLE:
+        if output is Format.TABLE:
             _print_table(cluster, rows)
         else:
             document = {
@@ -107,10 +107,7 @@ def status(
                 "kubeconfig": str(cluster.kubeconfig),
                 "components": rows,
             }
-            text = (
-                json.dumps(document, indent=2) if output is Output.JSON else yaml.safe_dump(document, sort_keys=False)
-            )
-            typer.echo(text.rstrip())
+            emit(document, output)
     if not all(row["running"] and row["ready"] is not False for row in rows):
         raise typer.Exit(1)
 
@@ -183,7 +180,7 @@ def _print_table(cluster: Cluster, rows: list[dict[str, Any]]) -> None:
     for row, (component, pid, state) in zip(rows, cells, strict=True):
         good = row["running"] and row["ready"] is not False
         table.add_row(component, pid, f"[{'green' if good else 'red'}]{state}[/]")
-    Console().print(table)
+    console().print(table)
 
 
 def _state(row: dict[str, Any]) -> str:
@@ -198,8 +195,7 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except ClusterError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
+        fail(str(error))
 
 
 @contextmanager

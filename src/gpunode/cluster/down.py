@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from gpunode.cluster import network
+from gpunode.cluster import host, network
 from gpunode.cluster.cluster import CONTROL_PLANE, admin_api
 from gpunode.cluster.errors import ClusterError
-from gpunode.cluster.layout import Layout, layout, locked, plans, saved_forward
+from gpunode.cluster.layout import Layout, layout, locked, plans, saved_settings
 from gpunode.cluster.lifecycle import Report, quiet, require_root
 from gpunode.cluster.nodes import COMPONENTS, process_name
 from gpunode.cluster.paths import state_root
@@ -201,10 +201,10 @@ def _remove_cgroups(containers: set[str]) -> None:
 
 
 def _restore_host() -> None:
-    """After the last cluster: forwarding as it was, and the empty mount points gone."""
+    """After the last cluster: kernel settings as they were, and the empty mount points gone."""
     if plans():
         return
-    network.restore_forwarding(saved_forward())
+    host.restore_settings(saved_settings())
     for point in (*_MOUNT_POINTS, state_root()):
         with contextlib.suppress(OSError):
             Path(point).rmdir()

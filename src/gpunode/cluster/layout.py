@@ -94,9 +94,9 @@ def layout(name: str) -> Layout:
     return Layout(state_root() / name)
 
 
-def saved_forward() -> Path:
-    """File that keeps the host's own net.ipv4.ip_forward while any cluster is up."""
-    return state_root() / ".ip_forward"
+def saved_settings() -> Path:
+    """File that keeps the host's own kernel settings while any cluster is up (see host)."""
+    return state_root() / ".host.json"
 
 
 def plans() -> tuple[Plan, ...]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from gpunode.cluster import build, config, image, network, packages
+from gpunode.cluster import build, config, host, image, network, packages
 from gpunode.cluster.build import Binaries
 from gpunode.cluster.cluster import ADMIN, CONTROL_PLANE, Cluster, load
 from gpunode.cluster.errors import ClusterError
-from gpunode.cluster.layout import Layout, layout, locked, plans, saved_forward
+from gpunode.cluster.layout import Layout, layout, locked, plans, saved_settings
 from gpunode.cluster.nodes import NodeRunner, check
 from gpunode.cluster.packages import HostTools
 from gpunode.cluster.pki import KeyPair, Pki, client_certificate, kubeconfig, write_secret
@@ -56,7 +56,8 @@ def up(spec: ClusterSpec, report: Report = quiet) -> Cluster:
         report("Preparing keys, configuration and network", 0.0)
         image.write_images(tools.busybox, where.images)
         pki = _write_identities(plan, where)
-        network.ensure(plan, saved_forward())
+        host.raise_settings(saved_settings())
+        network.ensure(plan)
         _start(plan, where, pki, binaries, tools, report)
     return Cluster(plan, where)
 
@@ -193,9 +194,9 @@ def _wait_ready(cluster: Cluster, runners: list[NodeRunner], report: Report) -> 
 
     def all_ready() -> bool:
         status = cluster.node_status()
-        ready = sum(1 for runner in runners if status.get(runner.node.name) and runner.kubelet_healthy())
+        ready = sum(1 for runner in runners if runner.kubelet_healthy() and status.get(runner.node.name))
         report(f"{ready} of {total} nodes are Ready", 0.7 + 0.3 * ready / total)
         return ready == total
 
     names = [*CONTROL_PLANE, *(f"{runner.node.name}.containerd" for runner in runners)]
-    _wait_for(all_ready, cluster.processes, names, f"cluster's {total} nodes", _READY_SECONDS)
+    _wait_for(all_ready, cluster.processes, names, "whole cluster", _READY_SECONDS)

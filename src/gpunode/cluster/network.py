@@ -11,12 +11,9 @@ import os
 import subprocess
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Final
 
 from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.spec import Plan, bridge_prefix, tag
-
-_FORWARD: Final = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 def routes(ignore_prefix: str) -> list[IPv4Network]:
@@ -29,14 +26,8 @@ def routes(ignore_prefix: str) -> list[IPv4Network]:
     ]
 
 
-def ensure(plan: Plan, saved_forward: Path) -> None:
-    """Makes bridges and rules of the cluster; what exists is left as it is.
-
-    saved_forward  file in which the host's own ip_forward is kept until `restore_forwarding`
-    """
-    if not saved_forward.exists():
-        saved_forward.write_text(_FORWARD.read_text())
-    _FORWARD.write_text("1\n")
+def ensure(plan: Plan) -> None:
+    """Makes bridges and rules of the cluster; what exists is left as it is."""
     for node in plan.nodes:
         if not Path("/sys/class/net", node.bridge).exists():
             _run(["ip", "link", "add", node.bridge, "type", "bridge"])
@@ -105,13 +96,6 @@ def remove(name: str) -> None:
         deletions += [[flag, chain] for flag in ("-F", "-X") for chain in chains]
         for deletion in deletions:
             _run(["iptables", "-w", "-t", table, *deletion])
-
-
-def restore_forwarding(saved_forward: Path) -> None:
-    """Puts ip_forward back to what it was before the first cluster came up."""
-    if saved_forward.exists():
-        _FORWARD.write_text(saved_forward.read_text())
-        saved_forward.unlink()
 
 
 def _chain(name: str) -> str:
