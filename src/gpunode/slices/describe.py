@@ -44,9 +44,7 @@ def nvlink_domains(inventory: Inventory) -> dict[str, str]:
     component, which no other node can have.
     """
     settled = {g.uuid: g for g in inventory.gpus if g.fabric.state not in ("notStarted", "inProgress")}
-    spanning = {
-        g.uuid: f"{g.fabric.cluster_uuid}.{g.fabric.clique}" for g in settled.values() if g.fabric.cluster_uuid
-    }
+    spanning = {g.uuid: f"{g.fabric.cluster_uuid}.{g.fabric.clique}" for g in settled.values() if g.fabric.cluster_uuid}
     local = {uuid: gpu for uuid, gpu in settled.items() if uuid not in spanning}
     neighbours: dict[str, set[str]] = {uuid: set() for uuid in local}
     for uuid, gpu in local.items():

@@ -1,0 +1,97 @@
+"""The kernel log reader on a regular file: replay, growth, truncation, replacement, damage."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpunode.hardware import kmsg
+from gpunode.hardware.kmsg import KernelRecord
+from gpunode.hardware.stream import ThreadStream
+
+
+async def take(stream: ThreadStream[KernelRecord], count: int) -> list[str]:
+    return [(await asyncio.wait_for(anext(stream), 5)).text for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("3,17,1234,-;NVRM: Xid", KernelRecord(17, 1234, "NVRM: Xid")),
+        ("6,1,2,-,caller=T1;a;b", KernelRecord(1, 2, "a;b")),
+        (" SUBSYSTEM=pci", None),
+        (" KEY=1,2,3,4;x", None),
+        ("", None),
+        ("x,1,2,-;t", None),
+        ("3,1,2;t", None),
+        ("3,-1,2,-;t", None),
+        ("3," + "9" * 40 + ",2,-;t", None),
+    ],
+)
+def test_record_forms(line: str, expected: KernelRecord | None) -> None:
+    assert kmsg.parse_record(line) == expected
+
+
+@given(st.text())
+def test_any_text_is_read_or_ignored(line: str) -> None:
+    record = kmsg.parse_record(line)
+    assert record is None or record.seq >= 0
+
+
+async def test_follows_from_the_start_and_on(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    async with kmsg.follow(log) as stream:
+        await asyncio.sleep(0.05)  # not there yet
+        log.write_text("3,0,1,-;one\n SUBSYSTEM=pci\n3,1,2,-;two\n3,2,3,-;thr")
+        assert await take(stream, 2) == ["one", "two"]
+        with log.open("a") as file:
+            file.write("ee\n")
+        assert await take(stream, 1) == ["three"]
+
+
+async def test_replayed_records_are_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("3,4,1,-;old\n3,5,2,-;new\n")
+    async with kmsg.follow(log, after=4) as stream:
+        assert await take(stream, 1) == ["new"]
+
+
+async def test_a_log_that_begins_anew_is_read_from_its_start(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("3,0,1,-;a\n3,1,2,-;b\n3,2,2,-;c\n")
+    async with kmsg.follow(log) as stream:
+        assert await take(stream, 3) == ["a", "b", "c"]
+        log.write_text("3,0,1,-;short\n")
+        assert await take(stream, 1) == ["short"]
+        log.unlink()
+        await asyncio.sleep(0.2)
+        log.write_text("3,0,1,-;another file\n")
+        assert await take(stream, 1) == ["another file"]
+
+
+async def test_endless_line_and_bytes_of_any_kind_do_not_stop_the_reader(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_bytes(b"3,0,1,-;" + b"x" * 300_000 + b"\n\xff\xfe\x00\n3,1,2,-;after \xff\n")
+    async with kmsg.follow(log) as stream:
+        assert (await take(stream, 1))[0].startswith("after")
+
+
+async def test_the_oldest_are_dropped_when_nobody_reads(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("".join(f"3,{i},1,-;{i}\n" for i in range(100)))
+    async with kmsg.follow(log, limit=10) as stream:
+        while stream.dropped < 90:
+            await asyncio.sleep(0.01)
+        assert await take(stream, 10) == [str(i) for i in range(90, 100)]
+
+
+async def test_cancelled_reader_leaves_the_stream_usable(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("")
+    async with kmsg.follow(log) as stream:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.05)
+        log.write_text("3,0,1,-;later\n")
+        assert await take(stream, 1) == ["later"]

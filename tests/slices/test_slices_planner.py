@@ -1,0 +1,207 @@
+"""From inventory and health to slices: attributes, taints, generation, names."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from gpunode.model.hardware import Fabric, Gpu, Inventory, Link, PciAddress
+from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level, NodeHealth
+from gpunode.model.resource import ResourceSlice
+from gpunode.slices.changes import changes
+from gpunode.slices.describe import nvlink_domains, version_attribute
+from gpunode.slices.linter import lint
+from gpunode.slices.planner import SliceConfig, plan, slice_name
+
+CONFIG = SliceConfig(driver="gpu.gpunode.dev", node="node-1")
+SINCE = "2026-01-02T03:04:05Z"
+
+
+def gpu(bus: int, **changed: object) -> Gpu:
+    made = Gpu(
+        uuid=f"GPU-{bus:08x}-0000-4000-8000-000000000000",
+        pci=PciAddress(0, bus, 0),
+        minor=bus,
+        product="NVIDIA H100 80GB HBM3",
+        memory_bytes=85520809984,
+        pcie_root="pci0000:00",
+        numa_node=1,
+        brand="Nvidia",
+        architecture="Hopper",
+        compute_capability=(9, 0),
+        multiprocessors=132,
+        links=(Link(0, True, "switch", 4), Link(1, False, "", 4)),
+    )
+    return replace(made, **changed)  # type: ignore[arg-type]
+
+
+def node(*gpus: Gpu) -> Inventory:
+    return Inventory("node-1", "boot", "580.95.05", "13.0", gpus)
+
+
+def sick(
+    device: str, dimension: Dimension = Dimension.XID, code: str = "79", level: Level = Level.UNHEALTHY
+) -> NodeHealth:
+    finding = Finding(dimension, level, code, Action.RESTART_HOST, "broken", SINCE)
+    return NodeHealth({device: DeviceHealth(device, (finding,))})
+
+
+def served(slices: tuple[ResourceSlice, ...]) -> tuple[ResourceSlice, ...]:
+    """As they come back from the API: through JSON."""
+    return tuple(msgspec.json.decode(msgspec.json.encode(s), type=ResourceSlice) for s in slices)
+
+
+def test_a_gpu_is_described_by_the_names_claims_use() -> None:
+    (only,) = plan(node(gpu(7)), NodeHealth(), CONFIG)
+    (device,) = only.spec.devices
+    assert device.name == "gpu-0000-07-00-0"
+    assert {name: a.value for name, a in device.attributes.items()} == {
+        "type": "gpu",
+        "uuid": "GPU-00000007-0000-4000-8000-000000000000",
+        "productName": "NVIDIA H100 80GB HBM3",
+        "model": "H100 80GB HBM3",
+        "brand": "Nvidia",
+        "architecture": "Hopper",
+        "cudaComputeCapability": "9.0.0",
+        "driverVersion": "580.95.5",
+        "cudaDriverVersion": "13.0.0",
+        "nvlinkDomain": "n-000000070000",
+        "nvlinkLinksActive": 1,
+        "nvlinkLinksTotal": 2,
+        "fabricState": "unsupported",
+        "migEnabled": False,
+        "resource.kubernetes.io/pciBusID": "0000:07:00.0",
+        "resource.kubernetes.io/pcieRoot": "pci0000:00",
+        "resource.kubernetes.io/numaNode": 1,
+    }
+    assert {n: c.value for n, c in device.capacity.items()} == {"memory": "81559Mi", "multiprocessors": "132"}
+    assert (only.metadata.name, only.spec.node_name, only.spec.pool.name) == (
+        "node-1-gpu.gpunode.dev-0",
+        "node-1",
+        "node-1",
+    )
+
+
+def test_a_node_without_gpus_has_an_empty_valid_pool() -> None:
+    (only,) = plan(node(), NodeHealth(), CONFIG)
+    assert (only.spec.devices, only.spec.pool.resource_slice_count) == ((), 1)
+    assert lint([only]) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("580.95.05", "580.95.5"), ("13.0", "13.0.0"), ("9", "9.0.0"), ("", None), ("1.2.3.4", None), ("r580", None)],
+)
+def test_versions_are_semver_or_left_out(text: str, version: str | None) -> None:
+    found = version_attribute(text)
+    assert (found.version if found else None) == version
+
+
+def test_hostile_names_cost_an_attribute_and_not_the_device() -> None:
+    (only,) = plan(node(gpu(7, product="x" * 500 + "\x00\n", brand="\x1b\x07", numa_node=None)), NodeHealth(), CONFIG)
+    attributes = only.spec.devices[0].attributes
+    assert attributes["productName"].string == "x" * 64
+    assert "brand" not in attributes
+    assert "resource.kubernetes.io/numaNode" not in attributes
+    assert lint([only]) == ()
+
+
+def test_unhealthy_is_tainted_degraded_is_not() -> None:
+    inventory = node(gpu(7), gpu(8))
+    (only,) = plan(inventory, sick("gpu-0000-07-00-0"), CONFIG)
+    (taint,) = only.spec.devices[0].taints
+    assert (taint.key, taint.value, taint.effect, taint.time_added) == ("gpunode.dev/xid", "79", "NoSchedule", SINCE)
+    assert only.spec.devices[1].taints == ()
+    (only,) = plan(inventory, sick("gpu-0000-07-00-0", level=Level.DEGRADED), CONFIG)
+    assert only.spec.devices[0].taints == ()
+
+
+def test_taint_time_is_kept_while_the_taint_stays() -> None:
+    inventory, config = node(gpu(7)), replace(CONFIG, managed_taint=True)
+    first = plan(inventory, NodeHealth(), config)
+    (taint,) = first[0].spec.devices[0].taints
+    assert (taint.key, taint.effect, taint.time_added) == ("gpunode.dev/managed", "NoSchedule", None)
+    defaulted = tuple(
+        msgspec.json.decode(
+            msgspec.json.encode(s).replace(b'"effect":', b'"timeAdded":"2026-05-05T05:05:05Z","effect":'),
+            type=ResourceSlice,
+        )
+        for s in first
+    )
+    again = plan(inventory, NodeHealth(), config, defaulted)
+    assert not changes(again, defaulted)
+    both = plan(inventory, sick("gpu-0000-07-00-0"), config, defaulted)
+    assert [(t.key, t.time_added) for t in both[0].spec.devices[0].taints] == [
+        ("gpunode.dev/xid", SINCE),
+        ("gpunode.dev/managed", "2026-05-05T05:05:05Z"),
+    ]
+    other = plan(inventory, sick("gpu-0000-07-00-0", code="95"), config, served(both))
+    assert other[0].spec.devices[0].taints[0].value == "95"
+
+
+def test_a_taint_rewrites_one_slice_and_keeps_the_generation() -> None:
+    inventory = node(*(gpu(bus) for bus in range(1, 101)))
+    first = served(plan(inventory, NodeHealth(), CONFIG))
+    assert [len(s.spec.devices) for s in first] == [64, 36]
+    second = plan(inventory, sick("gpu-0000-60-00-0"), CONFIG, first)
+    todo = changes(second, first)
+    assert ([s.metadata.name for s in todo.update], todo.create, todo.delete) == (["node-1-gpu.gpunode.dev-1"], (), ())
+    assert {s.spec.pool.generation for s in second} == {1}
+
+
+def test_several_writes_need_a_new_generation() -> None:
+    first = served(plan(node(*(gpu(bus) for bus in range(1, 101))), NodeHealth(), CONFIG))
+    smaller = plan(node(*(gpu(bus) for bus in range(2, 101))), NodeHealth(), CONFIG, first)
+    assert {s.spec.pool.generation for s in smaller} == {2}
+    restored = plan(node(*(gpu(bus) for bus in range(1, 101))), NodeHealth(), CONFIG, first[:1])
+    assert {s.spec.pool.generation for s in restored} == {1}, "one slice missing is one write"
+    assert [s.metadata.name for s in changes(restored, first[:1]).create] == ["node-1-gpu.gpunode.dev-1"]
+
+
+def test_others_slices_are_none_of_our_business() -> None:
+    foreign = plan(node(gpu(7)), NodeHealth(), SliceConfig("other.example.com", "node-1"))
+    (only,) = plan(node(), NodeHealth(), CONFIG, foreign, in_use=frozenset({"gpu-0000-07-00-0"}))
+    assert only.spec.devices == ()
+
+
+def test_a_vanished_device_stays_while_allocated_or_known_as_lost() -> None:
+    before = served(plan(node(gpu(7), gpu(8)), NodeHealth(), CONFIG))
+    gone = node(gpu(8))
+    assert [d.name for d in plan(gone, NodeHealth(), CONFIG, before)[0].spec.devices] == ["gpu-0000-08-00-0"]
+    kept = plan(gone, NodeHealth(), CONFIG, before, in_use=frozenset({"gpu-0000-07-00-0", "gpu-0000-99-00-0"}))
+    assert kept[0].spec.devices == before[0].spec.devices
+    lost = plan(gone, sick("gpu-0000-07-00-0", Dimension.PRESENCE, "lost"), CONFIG, before)
+    assert [(d.name, len(d.taints)) for d in lost[0].spec.devices] == [("gpu-0000-07-00-0", 1), ("gpu-0000-08-00-0", 0)]
+
+
+def test_names_fit_and_stay_apart() -> None:
+    long = [replace(CONFIG, node="n" * 252 + end) for end in "ab"]
+    names = [slice_name(c, 10) for c in long]
+    assert len({*names}) == 2
+    assert max(map(len, names)) <= 253
+    assert all(lint(plan(replace(node(), node=c.node), NodeHealth(), c)) == () for c in long)
+
+
+class TestNvlinkDomain:
+    """Design D7."""
+
+    def test_fabric_names_it_across_nodes(self) -> None:
+        up = Fabric("completed", "00000000-1111-4222-8333-444444444444", 4026)
+        assert set(nvlink_domains(node(gpu(7, fabric=up))).values()) == {"00000000-1111-4222-8333-444444444444.4026"}
+
+    def test_all_zero_fabric_uuid_is_this_node(self) -> None:
+        a, b = gpu(7, fabric=Fabric("completed")), gpu(8, fabric=Fabric("completed"))
+        linked = [replace(a, nvlink_peers=frozenset({b.uuid})), replace(b, nvlink_peers=frozenset({a.uuid}))]
+        assert set(nvlink_domains(node(*linked)).values()) == {"n-000000070000"}
+
+    def test_pairs_are_domains_of_their_own_and_so_is_an_unlinked_gpu(self) -> None:
+        a, b, c = gpu(1), gpu(2), gpu(3)
+        a = replace(a, nvlink_peers=frozenset({b.uuid}))
+        found = nvlink_domains(node(a, b, c))
+        assert found == {a.uuid: "n-000000010000", b.uuid: "n-000000010000", c.uuid: "n-000000030000"}
+
+    @pytest.mark.parametrize("state", ["notStarted", "inProgress"])
+    def test_no_domain_while_the_fabric_comes_up(self, state: str) -> None:
+        inventory = node(gpu(7, fabric=Fabric(state)))
+        assert nvlink_domains(inventory) == {}
+        assert "nvlinkDomain" not in plan(inventory, NodeHealth(), CONFIG)[0].spec.devices[0].attributes
