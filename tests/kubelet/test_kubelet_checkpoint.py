@@ -80,7 +80,7 @@ def test_files_set_aside_do_not_pile_up(tmp_path: Path) -> None:
     for n in range(QUARANTINED + 3):
         path.write_bytes(b"broken %d" % n)
         CheckpointFile(path).load()
-    assert len(list(tmp_path.iterdir())) == QUARANTINED
+    assert len(list(tmp_path.glob("*.damaged-*"))) == QUARANTINED
 
 
 def test_fields_of_a_newer_program_are_skipped(tmp_path: Path) -> None:

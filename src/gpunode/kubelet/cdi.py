@@ -16,6 +16,7 @@ import msgspec
 
 from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
 from gpunode.kubelet.files import write_atomic
+from gpunode.kubelet.seams import Steps, no_step
 from gpunode.model.injection import DeviceNode, Mount
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,7 @@ def spec(entry: Entry) -> dict[str, Any]:
     for held in entry.devices:
         control.update({node.container_path: node for node in held.nodes.control})
     visible = ",".join(dict.fromkeys(held.nodes.uuid for held in entry.devices if held.nodes.uuid))
-    env = {"NVIDIA_VISIBLE_DEVICES": visible, "GPUNODE_CLAIM": entry.key, **entry.env}
-    mounts = [Mount(host, inside, ("rw", "nosuid", "nodev", "bind")) for host, inside in entry.mounts]
+    env = {"NVIDIA_VISIBLE_DEVICES": visible, "GPUNODE_CLAIM": entry.key}
     return {
         "cdiVersion": CDI_VERSION,
         "kind": KIND,
@@ -58,7 +58,7 @@ def spec(entry: Entry) -> dict[str, Any]:
             }
             for held in entry.devices
         ],
-        "containerEdits": _edits(control.values(), env, mounts),
+        "containerEdits": _edits(control.values(), env, ()),
     }
 
 
@@ -78,8 +78,9 @@ def _edits(nodes: Iterable[DeviceNode], env: Mapping[str, str], mounts: Iterable
 class CdiStore:
     """The files of one driver in a CDI directory. All methods block on the disk; callers hold the node lock."""
 
-    def __init__(self, directory: Path, driver: str) -> None:
+    def __init__(self, directory: Path, driver: str, step: Steps = no_step) -> None:
         self._directory = directory
+        self._step = step
         self._prefix = f"{KIND.replace('/', '-')}_{driver}_"
 
     def path(self, uid: str) -> Path:
@@ -94,12 +95,8 @@ class CdiStore:
                 return False
         self._directory.mkdir(parents=True, exist_ok=True)
         # Not durable: after a power cut the checkpoint says what belongs here, and /var/run is memory anyway.
-        write_atomic(path, wanted, durable=False)
+        write_atomic(path, wanted, durable=False, step=self._step)
         return True
-
-    def remove(self, uid: str) -> None:
-        """Raises OSError, but not when there is no such file."""
-        self.path(uid).unlink(missing_ok=True)
 
     def reconcile(self, entries: Mapping[str, Entry]) -> tuple[int, int]:
         """Make the directory match the completed entries; returns (files written, orphans removed). Raises OSError."""
@@ -112,6 +109,7 @@ class CdiStore:
                 name = path.name
                 ours = name.startswith(self._prefix) or (name.startswith("." + self._prefix) and name.endswith(".tmp"))
                 if ours and name not in wanted:
+                    self._step(f"unlink {name}")
                     path.unlink(missing_ok=True)
                     removed += 1
         return written, removed

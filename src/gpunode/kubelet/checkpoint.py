@@ -11,11 +11,13 @@ import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from gpunode.kubelet.config import Sharing
 from gpunode.kubelet.files import write_atomic
+from gpunode.kubelet.seams import Steps, no_step
 from gpunode.model.injection import DeviceNodes
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,11 @@ class HeldDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     admin: bool = False
     share_id: str | None = None
     consumed: dict[str, str] = {}
+    sharing: Sharing | None = None
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One claim on this node. `settings` is what the sharing seam needs to undo its work (by device)."""
+class Entry(msgspec.Struct, frozen=True):
+    """One claim on this node."""
 
     uid: str
     namespace: str
@@ -53,12 +56,10 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     boot_id: str
     state: State
     devices: tuple[HeldDevice, ...]
-    env: dict[str, str] = {}
-    mounts: tuple[tuple[str, str], ...] = ()
-    settings: dict[str, dict[str, Any]] = {}
 
     @property
     def key(self) -> str:
+        """`namespace/name`"""
         return f"{self.namespace}/{self.name}"
 
 
@@ -72,17 +73,19 @@ class _Header(msgspec.Struct):
 
 class _Body(msgspec.Struct):
     claims: dict[str, msgspec.Raw]
+    lost: bool = False
 
 
-class _BodyOut(msgspec.Struct):
+class _BodyOut(msgspec.Struct, omit_defaults=True):
     claims: Entries
+    lost: bool = False
 
 
 @dataclass(frozen=True)
 class Loaded:
     """Entries by claim UID, and what was wrong with the file, one sentence each (empty when all is well).
 
-    lost: entries were dropped that live claims may bring back.
+    lost: now or earlier entries were dropped that live claims may bring back; kept in the file until they did.
     """
 
     entries: Entries = field(default_factory=dict)
@@ -93,8 +96,9 @@ class Loaded:
 class CheckpointFile:
     """The file at `path`. All methods block on the disk; callers hold the node lock."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, step: Steps = no_step) -> None:
         self._path = path
+        self._step = step
 
     def load(self) -> Loaded:
         """Read the file; damage sets it aside as `<name>.damaged-<n>` and is reported, never raised.
@@ -109,7 +113,8 @@ class CheckpointFile:
         try:
             body = _verified(raw)
         except ValueError as error:
-            aside = self._set_aside()
+            aside = self._keep_copy(raw)
+            self.save({}, lost=True)
             return Loaded({}, (f"checkpoint {self._path} is damaged ({error}); kept as {aside.name}",), lost=True)
         entries: Entries = {}
         problems = []
@@ -122,22 +127,22 @@ class CheckpointFile:
             except (ValueError, RecursionError) as error:
                 problems.append(f"checkpoint {self._path}: entry of claim {uid[:64]!r} is unreadable: {error}")
         if problems:
-            self._set_aside()
-            self.save(entries)
-        return Loaded(entries, tuple(problems), lost=bool(problems))
+            self._keep_copy(raw)
+            self.save(entries, lost=True)
+        return Loaded(entries, tuple(problems), lost=body.lost or bool(problems))
 
-    def save(self, entries: Entries) -> None:
+    def save(self, entries: Entries, *, lost: bool = False) -> None:
         """Replace the file durably. Raises OSError."""
-        body = msgspec.json.encode(_BodyOut(entries))
+        body = msgspec.json.encode(_BodyOut(entries, lost))
         header = msgspec.json.encode(_Header(VERSION, hashlib.sha256(body).hexdigest()))
-        write_atomic(self._path, header + b"\n" + body, durable=True)
+        write_atomic(self._path, header + b"\n" + body, durable=True, step=self._step)
 
-    def _set_aside(self) -> Path:
-        """Move the file to the first free name; the oldest is overwritten once there are eight."""
+    def _keep_copy(self, raw: bytes) -> Path:
+        """For a person to look at, under the first free name; the oldest is overwritten once there are eight."""
         names = [self._path.with_name(f"{self._path.name}.damaged-{n}") for n in range(QUARANTINED)]
         free = next((n for n in names if not n.exists()), None)
         target = free if free is not None else min(names, key=lambda n: n.stat().st_mtime_ns)
-        self._path.replace(target)
+        write_atomic(target, raw, durable=False)
         return target
 
 

@@ -1,37 +1,33 @@
-"""Preparing and releasing claims.
-
-The checkpoint is the only memory; CDI files follow from it. Per call: read the claims live, take the node lock, load
-the checkpoint (another instance may have written it), decide each claim on its own, then write once. A claim whose
-preparation changes hardware is written as `started` before the change and `completed` after it; a claim that only
-hands out device nodes has no state in between and is written once. CDI files are written last: after a kill the
-kubelet asks again, and both that and the next start rebuild them.
-"""
+"""Preparing and releasing claims: the asynchronous shell around the node's book (`gpunode.kubelet.ledger`)."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
-
-import msgspec
+from typing import Final, TypeVar
 
 from gpunode.kubelet.cdi import CdiStore, device_id
-from gpunode.kubelet.checkpoint import CheckpointFile, Entries, Entry, State
+from gpunode.kubelet.checkpoint import CheckpointFile, Entries, Entry
+from gpunode.kubelet.effects import Effects
 from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.files import NodeLock
-from gpunode.kubelet.resolve import ClaimRef, Node, check_live, conflict, resolve, same_devices
+from gpunode.kubelet.guard import BlackHoleGuard
+from gpunode.kubelet.ledger import Asked, Ledger, Repairs
+from gpunode.kubelet.metrics import KubeletMetrics
+from gpunode.kubelet.resolve import ClaimRef, Node, check_live
+from gpunode.kubelet.seams import ClaimReader, Notice, Notify, Partitioner, SharingControl, Steps, no_step
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-
-class ClaimReader(Protocol):
-    """Where live claims come from."""
-
-    async def get(self, namespace: str, name: str) -> ResourceClaim:
-        """The claim as the API server has it now. Raises LookupError when it is gone, other errors when unknown."""
-        ...
+MAX_CLAIMS_PER_CALL: Final = 1024
+_READS_AT_ONCE: Final = 16
+_REMEMBER_ASKED_S: Final = 300.0
+_READ_TIMEOUT_S: Final = 20.0  # the kubelet gives up on a call after 45 s
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,20 @@ class PreparedDevice:
 
 
 Prepared = tuple[PreparedDevice, ...]
-Problem = Callable[[str], None]
 
 
-def _log_problem(message: str) -> None:
-    logger.error("%s", message)
+def log_notice(notice: Notice) -> None:
+    """The default of `notify`."""
+    logger.error("%s: %s", notice.reason, notice.message)
 
 
 class PrepareEngine:
-    """Prepares and releases claims of one driver on one node. `problem` is told what a person should know."""
+    """Prepares and releases claims of one driver on one node.
+
+    notify: told what a person should know, from the engine's thread. changed: told the entries after every call, on
+    the event loop. One call at a time touches the book, in a thread of its own, so a call that the kubelet abandons
+    still ends in order and keeps the lock until it has.
+    """
 
     def __init__(
         self,
@@ -64,50 +65,125 @@ class PrepareEngine:
         checkpoint: CheckpointFile,
         cdi: CdiStore,
         lock: NodeLock,
-        problem: Problem = _log_problem,
+        *,
+        partitioner: Partitioner | None = None,
+        sharing: SharingControl | None = None,
+        notify: Notify = log_notice,
+        changed: Callable[[Entries], None] | None = None,
+        metrics: KubeletMetrics | None = None,
+        guard: BlackHoleGuard | None = None,
+        step: Steps = no_step,
     ) -> None:
-        self._node = node
+        effects = Effects(partitioner, sharing, step)
+        self.ledger = Ledger(node, devices, checkpoint, cdi, lock, effects, notify)
         self._claims = claims
-        self._devices = devices
-        self._checkpoint = checkpoint
-        self._cdi = cdi
-        self._lock = lock
-        self._problem = problem
+        self._changed = changed
+        self._metrics = metrics
+        self._guard = guard
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kubelet-ledger")
+        self._asked: dict[str, float] = {}
+        self._reads = asyncio.Semaphore(_READS_AT_ONCE)
 
-    async def recover(self) -> None:
-        """Bring the node in line with the checkpoint: to be called before the first prepare. Raises OSError."""
-        async with self._lock.held():
-            await asyncio.to_thread(self._recover)
+    async def recover(self) -> Repairs:
+        """Bring the node in line with the checkpoint; call it before serving, and now and then.
+
+        Raises OSError, TimeoutError.
+        """
+        repairs, entries = await self.run(self.ledger.repair)
+        self.report(entries)
+        return repairs
+
+    async def adopt(self, claims: Sequence[ResourceClaim]) -> list[str]:
+        """Bring back entries that a damaged checkpoint lost; returns their UIDs. Raises OSError, TimeoutError."""
+        back, entries = await self.run(lambda: self.ledger.adopt(claims))
+        self.report(entries)
+        return back
 
     async def prepare(self, refs: Sequence[ClaimRef]) -> dict[str, Prepared | ClaimError]:
-        """Prepare each claim independently; the answer has an item for every UID asked about. Never raises ClaimError.
+        """Prepare each claim independently; the answer has an item for every UID asked about.
 
         Idempotent: a claim prepared before gets the same answer, and its CDI file again if it was lost.
         """
-        live = await asyncio.gather(*(self._read(ref) for ref in refs))
+        began = time.monotonic()
+        self._asked |= {ref.uid: began for ref in refs}
+        answer: dict[str, Prepared | ClaimError] = {}
+        outcome: Mapping[str, Entry | ClaimError]
         try:
-            async with self._lock.held():
-                return await asyncio.to_thread(self._prepare, list(zip(refs, live, strict=True)))
-        except (OSError, TimeoutError) as error:
-            return {ref.uid: _storage(error) for ref in refs}
+            asked = await self._read_all(refs)
+            outcome, entries = await self.run(lambda: self.ledger.prepare(asked))
+            self.report(entries)
+        except OSError as error:
+            outcome = {ref.uid: _storage(error) for ref in refs}
+        for uid, result in outcome.items():
+            answer[uid] = result if isinstance(result, ClaimError) else prepared(result)
+            self._judge(uid, result)
+        self._count("prepare", began, [r for r in outcome.values() if isinstance(r, ClaimError)])
+        return answer
 
     async def unprepare(self, refs: Sequence[ClaimRef]) -> dict[str, ClaimError | None]:
         """Release each claim independently; a claim nobody knows is released already."""
+        began = time.monotonic()
+        answer: dict[str, ClaimError | None]
         try:
-            async with self._lock.held():
-                return await asyncio.to_thread(self._unprepare, refs)
-        except (OSError, TimeoutError) as error:
-            return {ref.uid: _storage(error) for ref in refs}
+            answer, entries = await self.run(lambda: self.ledger.unprepare(refs))
+            self.report(entries)
+        except OSError as error:
+            answer = {ref.uid: _storage(error) for ref in refs}
+        self._count("unprepare", began, [e for e in answer.values() if e is not None])
+        return answer
+
+    async def release(self, entry: Entry, unless_asked_since: float) -> bool:
+        """Release a claim on our own account, unless the kubelet asked for it after that time (time.monotonic()).
+
+        Returns whether the book no longer has it. Raises OSError, TimeoutError.
+        """
+        ref = ClaimRef(entry.namespace, entry.name, entry.uid)
+
+        def work() -> tuple[dict[str, ClaimError | None], Entries] | None:
+            return None if self._asked.get(ref.uid, 0.0) >= unless_asked_since else self.ledger.unprepare([ref])
+
+        if (done := await self.run(work)) is None:
+            return False
+        self.report(done[1])
+        return done[0][ref.uid] is None
 
     async def entries(self) -> Entries:
-        """What the node holds now, by claim UID. Raises OSError, TimeoutError."""
-        async with self._lock.held():
-            return await asyncio.to_thread(self._load)
+        """What the book says now, by claim UID, earlier boots included. Raises OSError, TimeoutError."""
+        return (await self.run(self.ledger.load)).entries
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run a method of the ledger in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def report(self, entries: Entries) -> None:
+        """Tell metrics and the agent what the node holds."""
+        recent = time.monotonic() - _REMEMBER_ASKED_S
+        self._asked = {uid: at for uid, at in self._asked.items() if uid in entries or at > recent}
+        if self._metrics is not None:
+            self._metrics.holding(len(entries), sum(len(e.devices) for e in entries.values()))
+        if self._changed is not None:
+            try:
+                self._changed(entries)
+            except Exception:  # the callback belongs to the agent; the kubelet still gets its answer
+                logger.exception("telling the agent about prepared claims failed")
+
+    def close(self) -> None:
+        """Wait for the call in progress; later calls raise RuntimeError. Blocks."""
+        self._thread.shutdown(wait=True)
+
+    async def _read_all(self, refs: Sequence[ClaimRef]) -> Asked:
+        unique = list({ref.uid: ref for ref in refs}.values())
+        if len(unique) > MAX_CLAIMS_PER_CALL:
+            error = ClaimError(ErrorKind.REQUEST, f"claims has {len(unique)} items, at most {MAX_CLAIMS_PER_CALL}")
+            return [(ref, error) for ref in unique]
+        live = await asyncio.gather(*(self._read(ref) for ref in unique))
+        return list(zip(unique, live, strict=True))
 
     async def _read(self, ref: ClaimRef) -> ResourceClaim | ClaimError:
         try:
             ref.checked()
-            claim = await self._claims.get(ref.namespace, ref.name)
+            async with self._reads, asyncio.timeout(_READ_TIMEOUT_S):
+                claim = await self._claims.get(ref.namespace, ref.name)
             check_live(ref, claim)
             return claim
         except ClaimError as error:
@@ -117,72 +193,19 @@ class PrepareEngine:
         except Exception as error:  # the reader's transport may raise anything; the kubelet tries again
             return ClaimError(ErrorKind.API, f"cannot read claim {ref.key}: {type(error).__name__}: {error}"[:1024])
 
-    def _load(self) -> Entries:
-        loaded = self._checkpoint.load()
-        for message in loaded.problems:
-            self._problem(message)
-        return loaded.entries
+    def _judge(self, uid: str, result: Entry | ClaimError) -> None:
+        if self._guard is None:
+            return
+        if isinstance(result, Entry):
+            self._guard.succeeded(d.device for d in result.devices)
+        elif result.kind is ErrorKind.HARDWARE:
+            self._guard.failed(result.devices, uid, result.message)
 
-    def _recover(self) -> None:
-        entries = self._load()
-        kept = {uid: e for uid, e in entries.items() if e.boot_id == self._node.boot_id}
-        if len(kept) != len(entries):
-            logger.info("forgetting %d claims of an earlier boot", len(entries) - len(kept))
-            self._checkpoint.save(kept)
-        self._cdi.reconcile(kept)
-
-    def _prepare(
-        self, asked: Iterable[tuple[ClaimRef, ResourceClaim | ClaimError]]
-    ) -> dict[str, Prepared | ClaimError]:
-        before = self._load()
-        entries = {uid: e for uid, e in before.items() if e.boot_id == self._node.boot_id}
-        devices = self._devices()
-        answer: dict[str, Prepared | ClaimError] = {}
-        for ref, live in asked:
-            try:
-                if isinstance(live, ClaimError):
-                    raise live
-                entry = self._decide(ref, live, entries, devices)
-            except ClaimError as error:
-                answer[ref.uid] = error
-                continue
-            except Exception as error:  # one claim's surprise must not fail the others of the call
-                logger.exception("preparing claim %s failed", ref.key)
-                answer[ref.uid] = ClaimError(ErrorKind.INTERNAL, f"claim {ref.key}: {error!r}"[:1024])
-                continue
-            entries[entry.uid] = entry
-            answer[ref.uid] = prepared(entry)
-        if entries != before:
-            self._checkpoint.save(entries)
-        self._cdi.reconcile(entries)
-        return answer
-
-    def _decide(
-        self, ref: ClaimRef, live: ResourceClaim, entries: Entries, devices: Mapping[str, DeviceNodes]
-    ) -> Entry:
-        known = entries.get(ref.uid)
-        try:
-            entry = resolve(ref, live, self._node, devices)
-        except ClaimError as error:
-            # A device that fell off the bus after it was given out: the pod already has it, say the same again.
-            if known is None or known.state is not State.COMPLETED or error.kind is not ErrorKind.UNKNOWN_DEVICE:
-                raise
-            return known
-        if known is not None and not same_devices(known, entry):
-            raise ClaimError(
-                ErrorKind.HELD, f"claim {ref.key} was allocated anew before its old devices were released here"
-            )
-        if refusal := conflict(entry, entries.values()):
-            raise refusal
-        return msgspec.structs.replace(entry, state=State.COMPLETED)
-
-    def _unprepare(self, refs: Sequence[ClaimRef]) -> dict[str, ClaimError | None]:
-        entries = self._load()
-        kept = {uid: e for uid, e in entries.items() if uid not in {ref.uid for ref in refs}}
-        self._cdi.reconcile({uid: e for uid, e in kept.items() if e.boot_id == self._node.boot_id})
-        if kept != entries:
-            self._checkpoint.save(kept)
-        return {ref.uid: None for ref in refs}
+    def _count(self, call: str, began: float, failures: Sequence[ClaimError]) -> None:
+        if self._metrics is not None:
+            self._metrics.called(call, time.monotonic() - began, [failure.kind for failure in failures])
+        for failure in failures:
+            logger.warning("%s: %s (%s)", call, failure.message, failure.kind)
 
 
 def prepared(entry: Entry) -> Prepared:
@@ -192,6 +215,6 @@ def prepared(entry: Entry) -> Prepared:
     )
 
 
-def _storage(error: OSError | TimeoutError) -> ClaimError:
-    kind = ErrorKind.BUSY if isinstance(error, TimeoutError) and error.errno is None else ErrorKind.STORAGE
+def _storage(error: OSError) -> ClaimError:
+    kind = ErrorKind.BUSY if isinstance(error, TimeoutError) else ErrorKind.STORAGE
     return ClaimError(kind, f"cannot use the plugin's own files: {error}"[:1024])

@@ -4,7 +4,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
+from gpunode.kubelet.config import ConfigError, Sharing, sharing_for
 from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import AllocationResult, ResourceClaim
@@ -71,12 +74,13 @@ def resolve(ref: ClaimRef, claim: ResourceClaim, node: Node, devices: Mapping[st
     merged: dict[tuple[str, str | None], HeldDevice] = {}
     for index, result in enumerate(results_of(claim, node.driver)):
         held = _held(ref, index, result, node, devices)
+        if not held.admin:  # an administrator looks; how the device is shared is for its user to say
+            held = replace(held, sharing=_sharing(ref, claim, node, result.request, held))
         key = (held.device, held.share_id)
         if before := merged.get(key):
-            held = HeldDevice(
-                device=held.device, pool=held.pool, nodes=held.nodes, share_id=held.share_id, consumed=held.consumed,
-                requests=tuple(dict.fromkeys(before.requests + held.requests)), admin=before.admin and held.admin,
-            )  # fmt: skip
+            requests = tuple(dict.fromkeys(before.requests + held.requests))
+            owner = held if before.admin else before
+            held = replace(owner, requests=requests)
         merged[key] = held
     return Entry(
         uid=ref.uid, namespace=ref.namespace, name=ref.name, boot_id=node.boot_id,
@@ -104,31 +108,51 @@ def _held(
     )  # fmt: skip
 
 
-def conflict(entry: Entry, others: Iterable[Entry]) -> ClaimError | None:
-    """A device of `entry` that another entry of this boot holds exclusively, or that `entry` wants exclusively.
+def _sharing(ref: ClaimRef, claim: ResourceClaim, node: Node, request: str, held: HeldDevice) -> Sharing | None:
+    configs = claim.status.allocation.devices.config if claim.status.allocation else ()
+    try:
+        return sharing_for(configs, node.driver, request, partition=bool(held.nodes.parent))
+    except ConfigError as error:
+        raise ClaimError(ErrorKind.CONFIG, f"claim {ref.key}: {error}"[:1024]) from None
 
-    Admin access never conflicts; shares conflict only with a holder that has no share.
+
+def conflict(entry: Entry, others: Iterable[Entry]) -> ClaimError | None:
+    """Why `entry` cannot have its devices next to what other claims of this boot hold, or None.
+
+    A device, or a GPU and a partition of it, belongs to one claim. Admin access never conflicts. Shares of one device
+    (distinct share ids) go together unless they ask for different sharing settings.
     """
-    wanted = {d.device: d for d in entry.devices if not d.admin}
+    wanted = [d for d in entry.devices if not d.admin]
     for other in others:
         if other.uid == entry.uid or other.boot_id != entry.boot_id:
             continue
         for held in other.devices:
-            mine = wanted.get(held.device)
-            if mine is None or held.admin or (mine.share_id and held.share_id and mine.share_id != held.share_id):
-                continue
-            return ClaimError(
-                ErrorKind.HELD,
-                f"claim {entry.key}: device {held.device} is held by claim {other.key} (UID {other.uid}) on this node "
-                "until the kubelet releases it",
-            )
+            for mine in wanted:
+                if not held.admin and (why := _clash(mine, held)):
+                    return ClaimError(
+                        ErrorKind.HELD,
+                        f"claim {entry.key}: device {mine.device} {why} claim {other.key} (UID {other.uid}) on this "
+                        "node until the kubelet releases it",
+                    )
     return None
+
+
+def _clash(mine: HeldDevice, held: HeldDevice) -> str:
+    if mine.device == held.device:
+        if not mine.share_id or not held.share_id or mine.share_id == held.share_id:
+            return "is held by"
+        return "" if mine.sharing == held.sharing else "is shared with other settings by"
+    if mine.device == held.nodes.parent:
+        return f"has the partition {held.device}, which is held by"
+    if held.device == mine.nodes.parent:
+        return f"is a partition of {held.device}, which is held by"
+    return ""
 
 
 def same_devices(entry: Entry, other: Entry) -> bool:
     """Whether both describe the same allocation (an unchanged claim being prepared again)."""
 
-    def key(e: Entry) -> list[tuple[str, tuple[str, ...], bool, str | None]]:
-        return [(d.device, d.requests, d.admin, d.share_id) for d in e.devices]
+    def key(e: Entry) -> list[tuple[object, ...]]:
+        return [(d.device, d.requests, d.admin, d.share_id, d.sharing) for d in e.devices]
 
     return key(entry) == key(other)

@@ -28,8 +28,9 @@ class DeviceNodes(msgspec.Struct, frozen=True, omit_defaults=True):
     uuid: what CUDA calls the device (a GPU's or MIG instance's UUID).
     pci: PCI address, "" if it has none. nodes: its own device nodes. control: nodes every GPU container needs
     once, however many devices it has. env: variables of this device alone, so names must differ between devices.
+    parent: device name of the GPU this is a partition of, "" for a whole GPU.
     dynamic: made when a claim is prepared (a MIG instance that may not exist yet); nodes and uuid are then
-    those of `Partitioner.create`, and what stands here is ignored.
+    those of `Partitioner.create`, and of what stands here only `parent` counts.
     """
 
     uuid: str
@@ -39,4 +40,5 @@ class DeviceNodes(msgspec.Struct, frozen=True, omit_defaults=True):
     control: tuple[DeviceNode, ...] = ()
     env: dict[str, str] = {}
     mounts: tuple[Mount, ...] = ()
+    parent: str = ""
     dynamic: bool = False

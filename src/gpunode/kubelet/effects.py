@@ -1,0 +1,112 @@
+"""What preparing a claim changes in hardware, and how it is undone.
+
+Whole GPUs used as they are need nothing here. Partitions are made and removed, sharing is set and reset; both seams can
+be called again after a kill, so an interrupted preparation is finished by doing it again and rolled back by undoing it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
+from gpunode.kubelet.config import Sharing
+from gpunode.kubelet.errors import ClaimError, ErrorKind, HardwareError
+from gpunode.kubelet.seams import Partitioner, SharingControl, Steps, no_step
+from gpunode.model.injection import DeviceNodes
+
+
+def needed(entry: Entry) -> bool:
+    """Whether the claim needs anything from hardware beyond what is there already."""
+    return any(_partition(d) or d.sharing is not None for d in entry.devices)
+
+
+def _partition(held: HeldDevice) -> bool:
+    return held.nodes.dynamic and not held.admin
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Hardware seams; None where the machine or the administrator does not offer them."""
+
+    partitioner: Partitioner | None = None
+    sharing: SharingControl | None = None
+    step: Steps = no_step
+
+    def supported(self, entry: Entry) -> None:
+        """Raises ClaimError(CONFIG) when the claim needs what this node does not offer."""
+        for held in entry.devices:
+            if _partition(held) and self.partitioner is None:
+                raise ClaimError(
+                    ErrorKind.CONFIG,
+                    f"claim {entry.key}: this node makes no partitions, so {held.device} cannot be had",
+                )
+            if held.sharing is not None and self.sharing is None:
+                raise ClaimError(
+                    ErrorKind.CONFIG, f"claim {entry.key}: this node cannot apply the sharing asked for {held.device}"
+                )
+
+    def intact(self, entry: Entry) -> bool:
+        """Whether the partitions that the entry needs exist. Raises ClaimError(HARDWARE)."""
+        wanted = {d.device for d in entry.devices if _partition(d)}
+        if not wanted or self.partitioner is None:
+            return not wanted
+        try:
+            return wanted <= self.partitioner.existing()
+        except HardwareError as error:
+            raise _failed(entry, tuple(sorted(wanted)), "listing partitions", error) from error
+
+    def apply(self, entry: Entry) -> Entry:
+        """Do what the entry needs; returns it completed, with what its containers get.
+
+        Raises ClaimError(HARDWARE) naming the device at fault; some of it may then be done.
+        """
+        nodes = {d.device: d.nodes for d in entry.devices}
+        for held in entry.devices:
+            if _partition(held) and self.partitioner is not None:
+                self.step(f"create {held.device}")
+                try:
+                    made = self.partitioner.create(held.device)
+                except HardwareError as error:
+                    raise _failed(entry, (held.device,), f"making partition {held.device}", error) from error
+                nodes[held.device] = replace(made, parent=held.nodes.parent, dynamic=True)
+        for sharing, group in _by_sharing(entry, nodes).items():
+            if self.sharing is not None:
+                self.step(f"share {','.join(group)}")
+                try:
+                    nodes |= self.sharing.apply(entry.uid, sharing, group)
+                except HardwareError as error:
+                    raise _failed(entry, tuple(group), "setting up sharing", error) from error
+        devices = tuple(replace(d, nodes=nodes[d.device]) for d in entry.devices)
+        return replace(entry, state=State.COMPLETED, devices=devices)
+
+    def undo(self, entry: Entry, others: Iterable[Entry]) -> None:
+        """Undo what the entry's preparation did, as far as no other entry needs it. Raises ClaimError(HARDWARE)."""
+        kept = {d.device for other in others if other.uid != entry.uid for d in other.devices if not d.admin}
+        nodes = {d.device: d.nodes for d in entry.devices if d.device not in kept}
+        for sharing, group in _by_sharing(entry, nodes).items():
+            if self.sharing is not None:
+                self.step(f"unshare {','.join(group)}")
+                try:
+                    self.sharing.reset(entry.uid, sharing, group)
+                except HardwareError as error:
+                    raise _failed(entry, tuple(group), "resetting sharing", error) from error
+        for held in entry.devices:
+            if _partition(held) and held.device in nodes and self.partitioner is not None:
+                self.step(f"remove {held.device}")
+                try:
+                    self.partitioner.remove(held.device)
+                except HardwareError as error:
+                    raise _failed(entry, (held.device,), f"removing partition {held.device}", error) from error
+
+
+def _by_sharing(entry: Entry, nodes: Mapping[str, DeviceNodes]) -> dict[Sharing, dict[str, DeviceNodes]]:
+    groups: dict[Sharing, dict[str, DeviceNodes]] = {}
+    for held in entry.devices:
+        if held.sharing is not None and held.device in nodes:
+            groups.setdefault(held.sharing, {})[held.device] = nodes[held.device]
+    return groups
+
+
+def _failed(entry: Entry, devices: tuple[str, ...], doing: str, error: HardwareError) -> ClaimError:
+    return ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error}"[:1024], devices)

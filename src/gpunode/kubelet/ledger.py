@@ -1,0 +1,267 @@
+"""The node's book of prepared claims: every change of it, in an order that a kill at any point cannot spoil.
+
+A claim that needs hardware changed is written as `started`, then changed, then written as `completed`; releasing it
+runs the other way. A claim that only hands out what is there is written once. CDI files are written last and removed
+first thing after the book, which is enough because they follow from it. After a kill the kubelet asks again, and
+`recover` runs before anything else: what is `started` then was never handed out and is undone.
+
+Everything here blocks; `gpunode.kubelet.prepare` runs it in one thread and reads claims before.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from gpunode.kubelet.cdi import CdiStore
+from gpunode.kubelet.checkpoint import CheckpointFile, Entries, Entry, Loaded, State
+from gpunode.kubelet.effects import Effects, needed
+from gpunode.kubelet.errors import ClaimError, ErrorKind, HardwareError
+from gpunode.kubelet.files import NodeLock
+from gpunode.kubelet.resolve import ClaimRef, Node, conflict, resolve, same_devices
+from gpunode.kubelet.seams import Notice, Notify
+from gpunode.model.injection import DeviceNodes
+from gpunode.model.resource import ResourceClaim
+
+logger = logging.getLogger(__name__)
+
+Asked = Sequence[tuple[ClaimRef, ResourceClaim | ClaimError]]
+
+
+@dataclass(frozen=True)
+class Repairs:
+    """What a look at the node put right: CDI files written and removed, partitions removed, claims rolled back.
+
+    lost: the book lost entries, which `adopt` brings back from live claims.
+    """
+
+    files_written: int = 0
+    files_removed: int = 0
+    partitions_removed: tuple[str, ...] = ()
+    rolled_back: int = 0
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The persistent state of one driver on one node, shared with other instances through `lock`."""
+
+    node: Node
+    devices: Callable[[], Mapping[str, DeviceNodes]]
+    checkpoint: CheckpointFile
+    cdi: CdiStore
+    lock: NodeLock
+    effects: Effects
+    notify: Notify
+
+    def prepare(self, asked: Asked) -> tuple[dict[str, Entry | ClaimError], Entries]:
+        """Answer every claim, and the entries afterwards. Raises OSError, TimeoutError when nothing could be done."""
+        with self.lock.held():
+            loaded, entries = self._load()
+            answer = self._decide_all(asked, entries)
+            decided = [e for e in answer.values() if isinstance(e, Entry)]
+            entries |= {entry.uid: entry for entry in decided}
+            if entries != loaded.entries:
+                self.checkpoint.save(entries, lost=loaded.lost)
+            started = [entry for entry in decided if entry.state is State.STARTED]
+            for entry in started:
+                answer[entry.uid] = self._finish(entry, entries)
+            if started:
+                self.checkpoint.save(entries, lost=loaded.lost)
+            for uid, result in answer.items():
+                if isinstance(result, Entry):
+                    answer[uid] = self._file(result)
+            self._reconcile_files(entries)
+            return answer, entries
+
+    def unprepare(self, refs: Iterable[ClaimRef]) -> tuple[dict[str, ClaimError | None], Entries]:
+        """Release every claim; one that is not in the book is released. Raises OSError, TimeoutError."""
+        with self.lock.held():
+            loaded, entries = self._load()
+            answer: dict[str, ClaimError | None] = {ref.uid: None for ref in refs}
+            mine = [entries[uid] for uid in answer if uid in entries]
+            undo = [replace(entry, state=State.STARTED) for entry in mine if needed(entry)]
+            for entry in mine:
+                del entries[entry.uid]
+            entries |= {entry.uid: entry for entry in undo}
+            if entries != loaded.entries:
+                self.checkpoint.save(entries, lost=loaded.lost)
+            self._reconcile_files(entries)
+            for entry in undo:
+                answer[entry.uid] = self._undo(entry, entries)
+            if undo:
+                self.checkpoint.save(entries, lost=loaded.lost)
+            return answer, entries
+
+    def repair(self) -> tuple[Repairs, Entries]:
+        """Put right what differs between book, CDI files and partitions. Raises OSError, TimeoutError.
+
+        Nobody holds the lock, so a claim that is `started` was interrupted, or could not be undone before: undo it.
+        """
+        with self.lock.held():
+            loaded, entries = self._load()
+            interrupted = [e for e in entries.values() if e.state is State.STARTED]
+            undone = sum(self._undo(entry, entries) is None for entry in interrupted)
+            if entries != loaded.entries:
+                self.checkpoint.save(entries, lost=loaded.lost)
+            written, removed = self._reconcile_files(entries)
+            strays = () if loaded.lost else self._stray_partitions(entries)
+            return Repairs(written, removed, strays, undone, loaded.lost), entries
+
+    def adopt(self, claims: Iterable[ResourceClaim]) -> tuple[list[str], Entries]:
+        """Bring back lost entries from live allocated claims; returns their UIDs. Raises OSError, TimeoutError.
+
+        Sharing is set again, partitions that exist are adopted; a claim whose partition is gone is left out.
+        """
+        with self.lock.held():
+            loaded, entries = self._load()
+            devices = self.devices()
+            back = []
+            for claim in claims:
+                meta = claim.metadata
+                if meta.uid in entries:
+                    continue
+                try:
+                    ref = ClaimRef(meta.namespace, meta.name, meta.uid).checked()
+                    entry = resolve(ref, claim, self.node, devices)
+                    if not entry.devices or conflict(entry, entries.values()) or not self.effects.intact(entry):
+                        continue
+                    self.effects.supported(entry)
+                    entries[entry.uid] = self.effects.apply(_with_watched_partitions(entry, entries.values()))
+                except ClaimError as error:
+                    logger.warning("cannot bring back a lost claim: %s", error)
+                    continue
+                back.append(entry.uid)
+            if back or loaded.lost:
+                self.checkpoint.save(entries)
+            self._reconcile_files(entries)
+            return back, entries
+
+    def load(self) -> Loaded:
+        """What the book says now. Raises OSError, TimeoutError."""
+        with self.lock.held():
+            return self._load()[0]
+
+    def _load(self) -> tuple[Loaded, Entries]:
+        """The file as it is, and its entries of this boot: devices of an earlier one are nobody's."""
+        loaded = self.checkpoint.load()
+        for message in loaded.problems:
+            self.notify(Notice("CheckpointDamaged", message))
+        return loaded, {uid: e for uid, e in loaded.entries.items() if e.boot_id == self.node.boot_id}
+
+    def _decide_all(self, asked: Asked, entries: Entries) -> dict[str, Entry | ClaimError]:
+        devices = self.devices()
+        answer: dict[str, Entry | ClaimError] = {}
+        taken = dict(entries)
+        for ref, live in asked:
+            try:
+                if isinstance(live, ClaimError):
+                    raise live
+                entry = self._decide(ref, live, taken, devices)
+            except ClaimError as error:
+                answer[ref.uid] = error
+                continue
+            except Exception as error:  # one claim's surprise must not fail the others of the call
+                logger.exception("preparing claim %s failed", ref.key)
+                answer[ref.uid] = ClaimError(ErrorKind.INTERNAL, f"claim {ref.key}: {error!r}"[:1024])
+                continue
+            taken[entry.uid] = answer[ref.uid] = entry
+        return answer
+
+    def _decide(
+        self, ref: ClaimRef, live: ResourceClaim, entries: Entries, devices: Mapping[str, DeviceNodes]
+    ) -> Entry:
+        """The entry to write before anything is done: completed if there is nothing to do."""
+        known = entries.get(ref.uid)
+        try:
+            entry = resolve(ref, live, self.node, devices)
+        except ClaimError as error:
+            # A device that fell off the bus after it was given out: the pod already has it, say the same again.
+            if known is None or known.state is not State.COMPLETED or error.kind is not ErrorKind.UNKNOWN_DEVICE:
+                raise
+            return known
+        if known is not None and not same_devices(known, entry):
+            raise ClaimError(
+                ErrorKind.HELD, f"claim {ref.key} was allocated anew before its old devices were released here"
+            )
+        if refusal := conflict(entry, entries.values()):
+            raise refusal
+        entry = _with_watched_partitions(entry, entries.values())
+        self.effects.supported(entry)
+        if not needed(entry):
+            return replace(entry, state=State.COMPLETED)
+        # What was completed stays so: its partition has its nodes, and containers may be using it.
+        return known if known and known.state is State.COMPLETED and self.effects.intact(known) else entry
+
+    def _finish(self, entry: Entry, entries: Entries) -> Entry | ClaimError:
+        """From started to completed, or back to nothing. What cannot be undone stays started, for the next try."""
+        try:
+            completed = self.effects.apply(entry)
+        except ClaimError as error:
+            if failure := self._undo(entry, entries):
+                logger.warning("could not roll back: %s", failure)
+            return error
+        entries[entry.uid] = completed
+        return completed
+
+    def _undo(self, entry: Entry, entries: Entries) -> ClaimError | None:
+        try:
+            self.effects.undo(entry, entries.values())
+        except ClaimError as error:
+            return error
+        entries.pop(entry.uid, None)
+        return None
+
+    def _file(self, entry: Entry) -> Entry | ClaimError:
+        try:
+            self.cdi.ensure(entry)
+        except OSError as error:
+            return ClaimError(ErrorKind.STORAGE, f"claim {entry.key}: cannot write its CDI file: {error}"[:1024])
+        return entry
+
+    def _reconcile_files(self, entries: Entries) -> tuple[int, int]:
+        """Other claims' files are put right on the way; failing at that is not this claim's fault."""
+        try:
+            return self.cdi.reconcile(entries)
+        except OSError as error:
+            self.notify(Notice("CdiFilesUnrepaired", f"cannot put the CDI directory right: {error}"))
+            return 0, 0
+
+    def _stray_partitions(self, entries: Entries) -> tuple[str, ...]:
+        """Remove partitions that no entry owns: half-made ones, or those of a lost entry that nobody claims."""
+        partitioner = self.effects.partitioner
+        if partitioner is None:
+            return ()
+        owned = {d.device for e in entries.values() for d in e.devices}
+        removed = []
+        try:
+            for name in sorted(partitioner.existing() - owned):
+                self.effects.step(f"remove stray {name}")
+                partitioner.remove(name)
+                removed.append(name)
+        except HardwareError as error:
+            self.notify(Notice("PartitionsUnrepaired", f"cannot remove a partition that no claim owns: {error}"))
+        return tuple(removed)
+
+
+def _with_watched_partitions(entry: Entry, others: Iterable[Entry]) -> Entry:
+    """Admin access to a partition is to the one another claim had made. Raises ClaimError when there is none."""
+    made = {
+        d.device: d.nodes
+        for other in others
+        if other.uid != entry.uid and other.state is State.COMPLETED
+        for d in other.devices
+        if d.nodes.dynamic
+    }
+    devices = []
+    for held in entry.devices:
+        if held.admin and held.nodes.dynamic:
+            if held.device not in made:
+                raise ClaimError(
+                    ErrorKind.UNKNOWN_DEVICE,
+                    f"claim {entry.key}: partition {held.device} does not exist now, so there is nothing to look at",
+                )
+            held = replace(held, nodes=made[held.device])  # noqa: PLW2901
+        devices.append(held)
+    return replace(entry, devices=tuple(devices))

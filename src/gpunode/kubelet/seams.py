@@ -1,0 +1,96 @@
+"""What the kubelet plugin needs from others, as protocols: claims, hardware, and someone to tell."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpunode.kubelet.config import Sharing
+from gpunode.model.injection import DeviceNodes
+from gpunode.model.resource import ResourceClaim
+
+
+class ClaimReader(Protocol):
+    """Where live claims come from."""
+
+    async def get(self, namespace: str, name: str) -> ResourceClaim:
+        """The claim as the API server has it now. Raises LookupError when it is gone, other errors when unknown."""
+        ...
+
+
+class Partitioner(Protocol):
+    """Makes and removes partitions (MIG instances) by device name. Blocking; called from one thread at a time.
+
+    All methods can be called again after a kill at any point within them.
+    """
+
+    def create(self, device: str) -> DeviceNodes:
+        """Make the partition, or adopt the one that is there; a half-made one is removed first.
+
+        Raises HardwareError with the driver's own words.
+        """
+        ...
+
+    def remove(self, device: str) -> None:
+        """Remove the partition and anything half-made in its place; one that is not there is removed already.
+
+        Raises InUseError while something uses it, HardwareError otherwise.
+        """
+        ...
+
+    def existing(self) -> frozenset[str]:
+        """Names of partitions, whole or half-made, on the GPUs whose partitions come and go with claims.
+
+        Partitions that an administrator made are not among them. Raises HardwareError.
+        """
+        ...
+
+
+class SharingControl(Protocol):
+    """Applies time slicing or MPS to the devices of one claim. Blocking; can be called again after a kill."""
+
+    def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
+        """Set the devices (by name) up for the claim; returns them with what containers need in addition.
+
+        Raises HardwareError.
+        """
+        ...
+
+    def reset(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> None:
+        """Back to the default; nothing set up is nothing to do. Raises HardwareError, InUseError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something a person should know: becomes an Event. `claim` is namespace, name, uid where it is about one."""
+
+    reason: str
+    message: str
+    claim: tuple[str, str, str] | None = None
+    devices: tuple[str, ...] = ()
+
+
+Notify = Callable[[Notice], None]
+# Called between persistent steps with the step's name; tests kill there.
+Steps = Callable[[str], None]
+
+
+def no_step(_name: str) -> None:
+    """The default of `Steps`."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A process that has a device open although its claim is gone."""
+
+    pid: int
+    command: str
+    pod_uid: str = ""
+
+
+class Processes(Protocol):
+    """Who uses devices. Blocking."""
+
+    def using(self, devices: Sequence[DeviceNodes]) -> Sequence[Leftover]:
+        """Processes of this node that have one of these devices open."""
+        ...
