@@ -20,7 +20,7 @@ _ANY_IP: Final = ("", "0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a pod cannot go to a node. kind is a short stable word; text has the numbers."""
+    """Why a pod cannot go to a node. kind is a short stable word; text follows "1 node" in a sentence."""
 
     kind: str
     text: str
@@ -111,20 +111,20 @@ def tolerates(toleration: Toleration, taint: NodeTaint) -> bool:
 def static_misfit(needs: PodNeeds, node: Node) -> Misfit | None:
     """What does not depend on other pods: readiness, cordon, taints, selectors."""
     if not node.ready:
-        return Misfit("NotReady", "node is not Ready")
+        return Misfit("NotReady", "not Ready")
     cordon = NodeTaint(key="node.kubernetes.io/unschedulable", effect="NoSchedule")
     if node.spec.unschedulable and not any(tolerates(t, cordon) for t in needs.tolerations):
-        return Misfit("Cordoned", "node is cordoned")
+        return Misfit("Cordoned", "cordoned")
     for taint in node.spec.taints:
         if taint.effect in ("NoSchedule", "NoExecute") and not any(tolerates(t, taint) for t in needs.tolerations):
             value = f"={taint.value}" if taint.value else ""
-            return Misfit("Taint", f"node taint {taint.key}{value}:{taint.effect} is not tolerated")
+            return Misfit("Taint", f"with untolerated taint {taint.key}{value}:{taint.effect}")
     labels = node.metadata.labels
     for key, value in needs.selector:
         if labels.get(key) != value:
-            return Misfit("Selector", f"node lacks label {key}={value}")
+            return Misfit("Selector", f"without label {key}={value}")
     if needs.affinity is not None and not matches_node(needs.affinity, node):
-        return Misfit("Affinity", "node affinity does not match")
+        return Misfit("Affinity", "excluded by node affinity")
     return None
 
 
@@ -157,13 +157,13 @@ class NodeRoom:
     def misfit(self, needs: PodNeeds) -> Misfit | None:
         free = self._free
         if free["pods"] < 1000:
-            return Misfit("Pods", "node runs its maximum number of pods")
+            return Misfit("Pods", "with the maximum number of pods")
         for name, value in needs.requests:
             if value > free.get(name, 0):
-                return Misfit("Resources", f"needs {_show(name, value)} {name}, {_show(name, free.get(name, 0))} free")
+                return Misfit("Resources", f"short of {name} (a pod needs {_show(name, value)})")
         for port in needs.ports:
             if any(_clash(port, other) for other in self._ports):
-                return Misfit("Ports", f"host port {port[2]}/{port[0]} is taken")
+                return Misfit("Ports", f"with host port {port[2]}/{port[0]} taken")
         return None
 
 

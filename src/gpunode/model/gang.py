@@ -65,6 +65,7 @@ class ReasonCode(StrEnum):
     FOREIGN_GATE = "WaitingForForeignGate"
     NO_SUCH_CLASS = "DeviceClassNotFound"
     NO_MATCHING_DEVICES = "NoMatchingDevices"
+    SELECTOR_ERROR = "SelectorError"
     NODE_FIT = "NodesDoNotFit"
     INVALID = "InvalidGang"
     DEVICE_FAULT = "DeviceFault"

@@ -25,6 +25,10 @@ HEALTH_DIMENSIONS: Final = ("xid", "ecc", "remap", "fabric", "link", "presence",
 DECISION_ANNOTATION: Final = "gpunode.dev/decision"
 # Annotation on Jobs: the restart under way, JSON; present from before suspend until after resume.
 RESTART_ANNOTATION: Final = "gpunode.dev/restart"
+# Annotation, value "true", on pods that nobody re-creates (or their PodGroup): evict them all the same on a fault.
+EVICT_ON_FAULT_ANNOTATION: Final = "gpunode.dev/evict-on-fault"
+# Label by which Kueue takes charge of a Job's suspend field.
+KUEUE_QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 # Condition the controller keeps on every PodGroup it looks after.
 PLACED_CONDITION: Final = "gpunode.dev/Placed"
 

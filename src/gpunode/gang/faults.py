@@ -1,0 +1,250 @@
+"""Reaction to device faults: which running gangs are hit, and what to do about each.
+
+A gang is evicted whole, once, and only when the plan made here places it again on healthy devices; otherwise it
+keeps running and the fault is reported. A missing or incomplete pool says nothing about health.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from msgspec.structs import replace
+
+from gpunode.allocate.allocator import tolerated
+from gpunode.allocate.ask import Failure
+from gpunode.allocate.pools import DeviceId, PoolDevice, result_id
+from gpunode.gang.admit import decision_id, topology_domains
+from gpunode.gang.board import Board, location
+from gpunode.gang.derived import View
+from gpunode.gang.gangs import GangState, Member, Stage
+from gpunode.gang.place import Placed, bundle, place_units
+from gpunode.model.core import Affinity, Job, NodeAffinity, Pod
+from gpunode.model.gang import Evict, Reason, ReasonCode, Report, Resume, Snapshot
+from gpunode.model.names import (
+    DECISION_ANNOTATION,
+    EVICT_ON_FAULT_ANNOTATION,
+    HEALTH_DIMENSIONS,
+    HEALTH_TAINT_PREFIX,
+    KUEUE_QUEUE_LABEL,
+    RESTART_ANNOTATION,
+)
+from gpunode.model.resource import (
+    AllocationResult,
+    DeviceTaint,
+    NodeSelector,
+    NodeSelectorTerm,
+    ResourceClaim,
+    ResourceClaimStatus,
+)
+
+HEALTH_KEYS = frozenset(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A device of a gang that its claim may no longer use."""
+
+    device: DeviceId
+    taint: DeviceTaint
+    node: str
+
+    def __str__(self) -> str:
+        value = f"={self.taint.value}" if self.taint.value else ""
+        return f"{self.device} is tainted {self.taint.key}{value}" + (f" on {self.node}" if self.node else "")
+
+
+def resumes(snapshot: Snapshot) -> tuple[Resume, ...]:
+    """Jobs that an eviction suspended and whose pods are all gone or terminating."""
+    live = {
+        (p.metadata.namespace, owner.uid)
+        for p in snapshot.pods.values()
+        if not p.finished and not p.terminating and (owner := p.metadata.controller) is not None
+    }
+    return tuple(
+        Resume(key)
+        for key in sorted(snapshot.jobs)
+        if _restarting(job := snapshot.jobs[key]) and (job.metadata.namespace, job.metadata.uid) not in live
+    )
+
+
+def _restarting(job: Job) -> bool:
+    return RESTART_ANNOTATION in job.metadata.annotations and job.spec.suspend
+
+
+def find_faults(state: GangState, view: View, snapshot: Snapshot, now: datetime) -> tuple[Fault, ...]:
+    """Faults of the devices that a gang's members hold, for as long as their claims do not tolerate them."""
+    faults: dict[DeviceId, Fault] = {}
+    for member in state.members:
+        for claim in member.claims:
+            for result in claim.status.allocation.devices.results if claim.status.allocation is not None else ():
+                taint = _effective_taint(result, view, now)
+                if taint is not None:
+                    id_ = result_id(result)
+                    faults.setdefault(id_, Fault(id_, taint, location(member.pod, snapshot)))
+    return tuple(faults[id_] for id_ in sorted(faults))
+
+
+def _effective_taint(result: AllocationResult, view: View, now: datetime) -> DeviceTaint | None:
+    pool = view.pools.get((result.driver, result.pool))
+    if result.admin_access or pool is None or not pool.complete:
+        return None
+    device: PoolDevice | None = next((d for d in pool.devices if d.id.device == result.device), None)
+    for taint in device.taints if device is not None else ():
+        harmful = taint.key in HEALTH_KEYS and taint.effect in ("NoSchedule", "NoExecute")
+        if harmful and _expired(taint, result, now):
+            return taint
+    return None
+
+
+def _expired(taint: DeviceTaint, result: AllocationResult, now: datetime) -> bool:
+    """Whether no toleration covers the taint (any more).
+
+    As in kube-controller-manager's device taint eviction: the smallest tolerationSeconds of those that match
+    counts from timeAdded; without any, a match tolerates for ever.
+    """
+    matching = [t for t in result.tolerations if tolerated(taint, (t,))]
+    if not matching:
+        return True
+    seconds = [t.toleration_seconds for t in matching if t.toleration_seconds is not None]
+    since = parse_time(taint.time_added)
+    return bool(seconds) and since is not None and now >= since + timedelta(seconds=max(min(seconds), 0))
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """An API timestamp (RFC 3339) as an aware datetime; None for none and for text that is no timestamp."""
+    try:
+        value = datetime.fromisoformat(text) if text else None
+    except ValueError:
+        return None
+    return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
+
+
+def react(board: Board, state: GangState, now: datetime) -> Evict | Report | None:
+    """What to do about a gang's faults; None if it has none, or if it is being stopped already.
+
+    After an Evict the board holds both the old devices and those of the plan, so that no other gang takes them in
+    this decision.
+    """
+    faults = find_faults(state, board.view, board.snapshot, now)
+    if not faults or state.terminating:
+        return None
+    jobs, pods, orphans = _owners(state, board.snapshot)
+    if any(_restarting(board.snapshot.jobs[key]) for key in jobs):
+        return None
+    text = _describe(faults)
+    facts: dict[str, str | int] = {"devices": len(faults), "pods": len(state.members)}
+    blocked = _blocked(state, board.snapshot, jobs, orphans)
+    if blocked:
+        return Report(state.gang.key, Reason(ReasonCode.DEVICE_FAULT, f"{text}; {blocked}", facts))
+    nodes = _plan(board, state)
+    if nodes is None:
+        text += f"; the gang's {len(state.members)} pods do not fit anywhere without it, so it is left running"
+        return Report(state.gang.key, Reason(ReasonCode.FAULT_NO_ROOM, text, facts))
+    text += f"; restarting all {len(state.members)} pods, with room on {_some(nodes)}"
+    uids = {m.key: m.pod.metadata.uid for m in state.members}
+    devices = tuple(str(f.device) for f in faults)
+    return Evict(
+        gang=state.gang.key,
+        decision=decision_id(state.gang.key, "evict", *devices, *(f"{k} {uids[k]}" for k in sorted(uids))),
+        pods=pods,
+        jobs=jobs,
+        reason=Reason(ReasonCode.DEVICE_FAULT, text, facts),
+        devices=devices,
+    )
+
+
+def _describe(faults: tuple[Fault, ...]) -> str:
+    return str(faults[0]) if len(faults) == 1 else f"{faults[0]} and {len(faults) - 1} more devices are faulty"
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(set(names))
+    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
+
+
+def _owners(state: GangState, snapshot: Snapshot) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Pod, ...]]:
+    """Jobs that own members, members to be evicted one by one, and members that nobody would re-create."""
+    jobs: set[str] = set()
+    pods: list[str] = []
+    orphans: list[Pod] = []
+    for member in state.members:
+        owner = member.pod.metadata.controller
+        key = f"{member.pod.metadata.namespace}/{owner.name}" if owner is not None else ""
+        job = snapshot.jobs.get(key) if owner is not None and owner.kind == "Job" else None
+        if job is not None and owner is not None and job.metadata.uid in ("", owner.uid):
+            jobs.add(key)
+            continue
+        pods.append(member.key)
+        if owner is None:
+            orphans.append(member.pod)
+    return tuple(sorted(jobs)), tuple(sorted(pods)), tuple(orphans)
+
+
+def _blocked(state: GangState, snapshot: Snapshot, jobs: Iterable[str], orphans: tuple[Pod, ...]) -> str:
+    """Why we may not stop this gang ourselves, or ""."""
+    for key in jobs:
+        if KUEUE_QUEUE_LABEL in snapshot.jobs[key].metadata.labels:
+            return f"Job {key} is Kueue's to suspend, so it is left running"
+    group = snapshot.pod_groups.get(f"{state.gang.namespace}/{state.gang.name}")
+    asked = group is not None and group.metadata.annotations.get(EVICT_ON_FAULT_ANNOTATION) == "true"
+    kept = [p for p in orphans if not asked and p.metadata.annotations.get(EVICT_ON_FAULT_ANNOTATION) != "true"]
+    if kept:
+        name = kept[0].metadata.key
+        return f"nobody would re-create pod {name}, so it is left running; {EVICT_ON_FAULT_ANNOTATION}=true evicts it"
+    return ""
+
+
+def _plan(board: Board, state: GangState) -> list[str] | None:
+    """Nodes for the gang when its own devices are free except the faulty ones; None if there is no place.
+
+    Placing keeps the planned devices on the board; the gang's present ones are put back beside them.
+    """
+    pods = [m.pod for m in state.members]
+    claims = list({c.metadata.key: c for m in state.members for c in m.claims}.values())
+    board.release(pods, claims)
+    fresh = tuple(_restarted(m) for m in state.members)
+    units = bundle(board, fresh)
+    placed = None
+    if not isinstance(units, Failure):
+        domains = topology_domains(board, GangState(state.gang, fresh), units)
+        placed = place_units(board, units, domains, {}) if domains else None
+    board.occupy(pods, claims)
+    return [p.node for p in placed.puts] if isinstance(placed, Placed) else None
+
+
+def _restarted(member: Member) -> Member:
+    """The member as its owner will re-create it: without devices and without the pin we gave it."""
+    return Member(
+        key=member.key,
+        pod=unpinned(member.pod),
+        stage=Stage.WAITING,
+        gated=True,
+        foreign_gates=(),
+        claims=tuple(_unallocated(c) for c in member.claims),
+        absent=(),
+        ours=member.ours,
+    )
+
+
+def _unallocated(claim: ResourceClaim) -> ResourceClaim:
+    return replace(claim, status=ResourceClaimStatus())
+
+
+def unpinned(pod: Pod) -> Pod:
+    """The pod without the node pin of our own decision; other pods as they are."""
+    affinity = pod.spec.affinity.node_affinity if pod.spec.affinity else None
+    if DECISION_ANNOTATION not in pod.metadata.annotations or affinity is None or affinity.required is None:
+        return pod
+    terms = tuple(t for t in map(_without_pin, affinity.required.node_selector_terms) if t is not None)
+    required = NodeSelector(node_selector_terms=terms) if terms else None
+    return replace(pod, spec=replace(pod.spec, affinity=Affinity(node_affinity=NodeAffinity(required=required))))
+
+
+def _without_pin(term: NodeSelectorTerm) -> NodeSelectorTerm | None:
+    """A term without its last `metadata.name In [one]`, which is where the controller adds it; None if empty."""
+    fields = list(term.match_fields)
+    for position in range(len(fields) - 1, -1, -1):
+        if fields[position].key == "metadata.name" and len(fields[position].values) == 1:
+            del fields[position]
+            break
+    return replace(term, match_fields=tuple(fields)) if fields or term.match_expressions else None
