@@ -78,9 +78,9 @@ def test_disputed_codes(codes: tuple[int, ...], level: Level) -> None:
     assert {builtin_catalogue().of(code).level for code in codes} == {level}
 
 
-def test_a_reset_of_the_gpu_does_not_end_what_needs_the_host() -> None:
-    assert Clear.RESET not in builtin_catalogue().of(79).clears
-    assert Clear.RESET in builtin_catalogue().of(119).clears
+@pytest.mark.parametrize("code", range(1, 177))
+def test_reboot_and_reset_end_every_code(code: int) -> None:
+    assert {Clear.REBOOT, Clear.RESET} <= builtin_catalogue().of(code).clears
 
 
 def test_a_code_from_the_future_is_inspected_not_ignored() -> None:

@@ -46,7 +46,8 @@ class Node:
     """A state with a clock: keeps tests short."""
 
     def __init__(self, policy: Policy | None = None) -> None:
-        self.machine, self.state, self.now = HealthMachine(policy=policy or Policy()), HealthState(boot_id="boot-1"), 100.0
+        self.machine = HealthMachine(policy=policy or Policy())
+        self.state, self.now = HealthState(boot_id="boot-1"), 100.0
         self.log: list[Transition] = []
 
     def feed(self, *signals: Signal, after: float = 1.0) -> NodeHealth:
@@ -220,11 +221,23 @@ def test_a_verdict_does_not_end_codes_it_does_not_speak_about() -> None:
 
 def test_reset() -> None:
     node = Node(Policy(hold_down_s=10))
-    node.feed(xid(119), xid(79), xid(119, B))
+    node.feed(xid(119), xid(79), GpuLost(A, "lost"), xid(119, B), xid(95, gi=1), replace(GOOD_A, remap_failed=True))
     node.feed(GpuReset("GPU-a", True))
-    node.feed(after=10)
-    assert [f.code for f in node.health.of(GPU_A).findings] == ["79"], "a reset does not bring back a lost GPU"
+    node.feed(replace(GOOD_A, remap_failed=True), after=10)
+    assert [f.code for f in node.health.of(PART_1).findings] == ["failed"], "a reset does not mend memory"
     assert node.level(GPU_B) is Level.UNHEALTHY
+
+
+def test_a_lost_gpu_that_was_reset_has_to_answer() -> None:
+    node = Node(Policy(hold_down_s=10))
+    node.feed(GOOD_A)
+    node.feed(xid(79), GpuSample("GPU-a", A, present=False))
+    node.feed(GpuReset("GPU-a", True))
+    node.feed(GpuSample("GPU-a", A, present=False), after=10)
+    assert node.level() is Level.UNHEALTHY
+    node.feed(GOOD_A)
+    node.feed(GOOD_A, after=10)
+    assert node.level() is Level.HEALTHY
 
 
 def test_failed_reset() -> None:
@@ -236,10 +249,10 @@ def test_failed_reset() -> None:
 
 def test_driver_reload_ends_what_a_reset_ends() -> None:
     node = Node(Policy(hold_down_s=10))
-    node.feed(xid(119), xid(119, B), xid(79))
-    node.feed(DriverReloaded("580.95.05"))
+    node.feed(xid(119), xid(119, B), SxidSignal(SWITCH, 0, 20034, True), replace(GOOD_A, remap_failed=True))
+    node.feed(DriverReloaded("580.95.05"), replace(GOOD_A, remap_failed=True))
     node.feed(after=10)
-    assert {k for d in node.state.devices.values() for k in d.entries} == {"xid/79"}
+    assert {k for d in node.state.devices.values() for k in d.entries} == {"remap/failed"}
 
 
 def test_uncorrected_errors_back_at_zero_mean_a_reset() -> None:

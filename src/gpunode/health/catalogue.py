@@ -57,16 +57,9 @@ class XidEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def clears(self) -> frozenset[Clear]:
-        """A reboot and a reset end every XID; the driver's verdict only those it speaks about.
-
-        A GPU that asks for a host restart is not trusted after a mere reset of the GPU.
-        """
-        ends = {Clear.REBOOT}
-        if self.action is not Action.RESTART_HOST:
-            ends.add(Clear.RESET)
-        if self.follows_154 is not None:
-            ends.add(Clear.VERDICT)
-        return frozenset(ends)
+        """A reboot and a successful reset end every XID; the driver's verdict only those it speaks about."""
+        verdict = {Clear.VERDICT} if self.follows_154 is not None else set()
+        return frozenset({Clear.REBOOT, Clear.RESET} | verdict)
 
 
 class Override(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"class_": "class"}):

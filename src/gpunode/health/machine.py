@@ -25,7 +25,7 @@ from gpunode.health.signals import (
     SxidSignal,
     XidSignal,
 )
-from gpunode.health.state import Entry, HealthState, Instant, Step
+from gpunode.health.state import HealthState, Instant, Step
 from gpunode.health.work import SEVERITY, Work
 from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth
 
@@ -86,12 +86,23 @@ class HealthMachine:
 
     def project(self, state: HealthState, devices: DeviceMap) -> NodeHealth:
         """Health by device name: a partition has its own findings and those of its GPU."""
-        own = {name: _findings(device.entries.values()) for name, device in state.devices.items()}
+        own = {
+            name: _worst(self._with_effect(entry.finding) for entry in device.entries.values())
+            for name, device in state.devices.items()
+        }
         for gpu in devices.gpus:
             inherited = own.get(gpu.name, ())
             for partition in devices.partitions_of(gpu.name):
                 own[partition] = _worst((*inherited, *own.get(partition, ())))
         return NodeHealth({name: DeviceHealth(name, findings) for name, findings in own.items() if findings})
+
+    def _with_effect(self, finding: Finding) -> Finding:
+        """The taint effect is not remembered but looked up, so that a changed policy holds at once."""
+        entry = None
+        if finding.dimension is Dimension.XID and finding.code.isdecimal():
+            entry = self._catalogue.of(int(finding.code))
+        effect = self._policy.effect(finding.dimension, finding.code, finding.level, entry.class_ if entry else "")
+        return replace(finding, effect=effect)
 
     def _take(self, work: Work, signal: Signal, polled: list[GpuSample]) -> None:
         match signal:
@@ -121,10 +132,6 @@ class HealthMachine:
         if signal.code in rules.CANCELS:
             work.end_code(effect.device, Dimension.XID, rules.CANCELS[signal.code], f"XID {signal.code} ended it")
         work.apply(effect)
-
-
-def _findings(entries: Iterable[Entry]) -> tuple[Finding, ...]:
-    return _worst(entry.finding for entry in entries)
 
 
 def _worst(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -7,6 +7,7 @@ Every pattern is anchored and free of nested repetition, and text is cut first, 
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 
 from gpunode.health.signals import (
     DriverReloaded,
@@ -29,7 +30,9 @@ _PCI = rf"({_HEX}{{4,8}}):({_HEX}{{2}}):({_HEX}{{2}})(?:\.([0-7]))?"
 _RECORD = re.compile(r"(?a)(\d{1,4}),(\d{1,20}),(\d{1,20}),[^;]{0,64};")
 # What dmesg, syslog and journald put before the kernel's own text.
 _DMESG = re.compile(r"(?a)(?:<\d{1,4}>)?\[ {0,12}(\d{1,12})\.(\d{6})\](?:\[ {0,5}[CT]\d{1,6}\])? ")
-_SYSLOG = re.compile(r"(?a)(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT[0-9:.+Z-]{8,24}) [\w.-]{1,253} kernel: ")
+_SYSLOG = re.compile(
+    r"(?a)(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|(\d{4}-\d\d-\d\dT[0-9:.+Z-]{8,24})) [\w.-]{1,253} kernel: "
+)
 _XID = re.compile(
     rf"(?a)NVRM: Xid \((?:PCI:)?{_PCI}(?: GPU-I:(\d{{1,5}}))?(?: GPU-CI:(\d{{1,5}}))?\): "
     r"(\d{1,5})(?![0-9A-Za-z_])[,:]? ?"
@@ -71,12 +74,13 @@ _RECOVERY_NAMES = {
 
 @dataclass(frozen=True)
 class Record:
-    """One kernel log record. `uptime` is in seconds since boot, None where the form carries none."""
+    """One kernel log record. `uptime` in seconds since boot and `wall` in Unix seconds, where the form has them."""
 
     text: str
     uptime: float | None = None
     sequence: int | None = None
     priority: int = 6
+    wall: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,19 @@ def parse_record(line: str) -> Record:
         priority, sequence, usec = (int(part) for part in match.groups())
         text = line[match.end() :].split("\n", 1)[0].replace("\\x0a", "\n")
         return Record(text, usec / 1e6, sequence, priority & 7)
-    text = line.rstrip("\r\n")
+    text, wall = line.rstrip("\r\n"), None
     if match := _SYSLOG.match(text):
-        text = text[match.end() :]
+        text, wall = text[match.end() :], _wall(match[1])
     if match := _DMESG.match(text):
-        return Record(text[match.end() :], int(match[1]) + int(match[2]) / 1e6)
-    return Record(text)
+        return Record(text[match.end() :], int(match[1]) + int(match[2]) / 1e6, wall=wall)
+    return Record(text, wall=wall)
+
+
+def _wall(text: str | None) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp() if text else None
+    except ValueError:
+        return None
 
 
 def parse(text: str, pending: Pending = Pending()) -> tuple[tuple[Signal, ...], Pending]:

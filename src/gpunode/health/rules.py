@@ -10,7 +10,7 @@ from gpunode.model.health import Action, Clear, Dimension, Level, RecoveryAction
 
 MAX_MESSAGE = 1024
 
-_WHAT_NOW = {
+WHAT_NOW = {
     Action.NONE: "nothing to do; the GPU stays in use",
     Action.RESTART_APP: "restart the application; the GPU stays in use",
     Action.INSPECT: "have the board checked and contact support if it repeats",
@@ -70,13 +70,18 @@ class Seen:
     dimension: Dimension | None = Dimension.XID
 
 
+def as_seen(effect: Raise) -> Seen:
+    """A fault that the policy calls harmless."""
+    return Seen(effect.device, effect.code, effect.message, effect.kernel, effect.nvml, dimension=effect.dimension)
+
+
 def sentence(name: str, meaning: str, action: Action, extra: str = "", level: Level | None = None) -> str:
     """Code, meaning and what to do, in one sentence of at most 1024 characters.
 
     `extra` is text from outside (cut, and on one line); `level` where it is not the action's own.
     """
     detail = f": {' '.join(extra.split())[:400]}" if extra else ""
-    what_now = _WHAT_NOW[action]
+    what_now = WHAT_NOW[action]
     if action is Action.RESET_GPU and level is Level.DEGRADED:
         what_now = "reset the GPU when it is free; until then it stays in use"
     if action is Action.INSPECT and level is Level.UNHEALTHY:
@@ -177,7 +182,7 @@ def lost(device: str, reason: str) -> Raise:
         Action.RESTART_HOST,
         Level.UNHEALTHY,
         sentence("GPU lost", "the driver cannot reach it", Action.RESTART_HOST, reason),
-        frozenset({Clear.REBOOT, Clear.SAMPLE}),
+        frozenset({Clear.REBOOT, Clear.RESET, Clear.SAMPLE}),
     )
 
 

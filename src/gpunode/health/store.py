@@ -5,12 +5,16 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 
+from gpunode.health.signals import OperatorClear
 from gpunode.health.state import STATE_VERSION, HealthState
 
 _MAX_BYTES = 16 << 20
+_MAX_REQUESTS = 100
+_MAX_REQUEST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -28,21 +32,57 @@ def load(path: Path) -> Loaded:
     at and the note says so.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        return Loaded(read(path))
     except FileNotFoundError:
         return Loaded(HealthState())
     except OSError as error:
         return Loaded(HealthState(), f"health state {path} cannot be read, starting without it: {error}")
-    try:
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"larger than {_MAX_BYTES} bytes")
-        state = msgspec.json.decode(data, type=HealthState)
-        if state.version != STATE_VERSION:
-            raise ValueError(f"version {state.version}, this program reads {STATE_VERSION}")
     except (ValueError, RecursionError) as error:
         return Loaded(HealthState(), f"health state {path} is not usable ({error}); {_set_aside(path)}")
-    return Loaded(state)
+
+
+def read(path: Path) -> HealthState:
+    """The saved state, for onlookers: touches nothing. Raises OSError, or ValueError for a damaged file."""
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"larger than {_MAX_BYTES} bytes")
+    state = msgspec.json.decode(data, type=HealthState)
+    if state.version != STATE_VERSION:
+        raise ValueError(f"version {state.version}, this program reads {STATE_VERSION}")
+    return state
+
+
+def request_clear(path: Path, request: OperatorClear) -> None:
+    """Leave an operator's word for the agent that owns the state at `path`. Raises OSError."""
+    directory = _requests(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / f"{uuid4().hex}.json", msgspec.json.encode(request))
+
+
+def take_requests(path: Path) -> tuple[tuple[OperatorClear, ...], str]:
+    """The operator's words left so far, oldest first, each given once; and a sentence about those that are unusable.
+
+    Cheap when there are none. Never raises.
+    """
+    taken, problems = [], []
+    try:
+        waiting = sorted(_requests(path).glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    except OSError:
+        return (), ""
+    for file in waiting[:_MAX_REQUESTS]:
+        try:
+            with file.open("rb") as opened:
+                taken.append(msgspec.json.decode(opened.read(_MAX_REQUEST_BYTES), type=OperatorClear))
+        except (OSError, ValueError) as error:
+            problems.append(f"{file}: {error}")
+        with contextlib.suppress(OSError):
+            file.unlink()
+    return tuple(taken), "; ".join(problems)
+
+
+def _requests(path: Path) -> Path:
+    return path.with_name(f"{path.name}.requests")
 
 
 def save(path: Path, state: HealthState) -> str:
@@ -51,22 +91,29 @@ def save(path: Path, state: HealthState) -> str:
     Returns "" or, where it could not be written (a full disk), a sentence that says so: health goes on from
     memory, and only a restart would lose what is new.
     """
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, msgspec.json.encode(state))
+    except OSError as error:
+        return f"health state {path} could not be saved, a restart would lose the latest faults: {error}"
+    return ""
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = None
+    try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
-            file.write(msgspec.json.encode(state))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        temporary = None
         _sync_directory(path.parent)
-    except OSError as error:
+    finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        return f"health state {path} could not be saved, a restart would lose the latest faults: {error}"
-    return ""
 
 
 def _sync_directory(directory: Path) -> None:

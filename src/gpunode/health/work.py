@@ -1,5 +1,6 @@
 """One step of the state machine in the making."""
 
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -183,6 +184,12 @@ class Work:
         return min(self._policy.hold_down_s * float(2 ** min(flaps, 16)), self._policy.hold_down_max_s)
 
     def _raise(self, effect: rules.Raise) -> None:
+        level = self._policy.level(effect.dimension, effect.code, effect.level)
+        if level is Level.HEALTHY:
+            self.end_code(effect.device, effect.dimension, effect.code, "the policy calls it harmless")
+            self._seen(rules.as_seen(effect))
+            return
+        effect = replace(effect, level=level)
         state, key = self._get(effect.device), f"{effect.dimension}/{effect.code}"
         known = state.entries.get(key)
         if known is None:

@@ -98,7 +98,8 @@ class Finding:
 
     code: what names it in a taint value, e.g. "79" for XID 79. since: RFC 3339, UTC, seconds.
     message: code, meaning and action in one sentence of at most 1024 characters.
-    clears: which events may end it, names of Clear.
+    clears: which events may end it.
+    effect: of the taint that tells of it: None (for information), NoSchedule or NoExecute.
     """
 
     dimension: Dimension
@@ -108,6 +109,7 @@ class Finding:
     message: str
     since: str
     clears: frozenset[Clear] = frozenset()
+    effect: str = "NoSchedule"
 
 
 @dataclass(frozen=True)

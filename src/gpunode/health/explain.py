@@ -1,0 +1,53 @@
+"""One XID in words: what it means, what is done about it, and what ends it."""
+
+from gpunode.health import rules
+from gpunode.health.catalogue import Catalogue
+from gpunode.health.policy import Policy
+from gpunode.model.health import Clear, Dimension, Level
+
+_SOURCES = {
+    "catalogue": "NVIDIA's XID catalogue",
+    "driver": "NVIDIA's open kernel modules",
+    "judgement": "this project; NVIDIA's catalogue names no action",
+    "override": "your changes to the catalogue",
+}
+_ENDS = {
+    Clear.REBOOT: "a reboot of the host",
+    Clear.RESET: "a successful reset of the GPU, or a reload of the driver",
+    Clear.VERDICT: "the driver's verdict that nothing is to be done",
+    Clear.SAMPLE: "a poll that no longer shows it",
+}
+
+
+def explain_xid(code: int, catalogue: Catalogue, policy: Policy) -> dict[str, str]:
+    """Names and sentences, in the order to show them."""
+    entry = catalogue.of(code)
+    level = entry.level
+    if level is not Level.HEALTHY:
+        level = policy.level(Dimension.XID, str(code), level)
+    effect = policy.effect(Dimension.XID, str(code), level, entry.class_)
+    told = {
+        "XID": f"{code} {entry.mnemonic}",
+        "meaning": entry.meaning,
+        "class": str(entry.class_),
+        "action": rules.WHAT_NOW[entry.action],
+        "level": str(level),
+        "taint": "none" if level is Level.HEALTHY else f"gpunode.dev/xid={code}:{effect}",
+        "architectures": ", ".join(entry.architectures) or "not used by current data centre boards",
+        "verdict follows": _follows(entry.follows_154),
+        "source": _SOURCES[entry.source],
+    }
+    if code in rules.DETAILED:
+        told["details"] = "level and action are those of the code alone; the kernel log line's details decide"
+    if str(code) in rules.REPEATABLE:
+        told["repetition"] = f"met by {policy.repeat_count} different processes on one GPU it counts against the board"
+    if level is not Level.HEALTHY:
+        ends = ", ".join(_ENDS[clear] for clear in Clear if clear in entry.clears)
+        told["ends with"] = f"{ends}, or the operator's word; then {policy.hold_down_s:g} s without relapse"
+    return told
+
+
+def _follows(branch: int | None) -> str:
+    if branch is None:
+        return "no XID 154 follows"
+    return "an XID 154 follows" + (f" from driver {branch} on" if branch else "")
