@@ -44,6 +44,7 @@ def down(name: str = "default", report: Report = quiet) -> bool:
         where = layout(name)
         processes = Processes(where.state)
         plan = _plan_if_readable(where)
+        processes.adopt()
         existed = where.state.exists() or bool(processes.marked())
         if plan is not None:
             report("Deleting pods", 0.0)
@@ -202,7 +203,7 @@ def _remove_cgroups(containers: set[str]) -> None:
 
 def _restore_host() -> None:
     """After the last cluster: kernel settings as they were, and the empty mount points gone."""
-    if plans():
+    if plans() or network.any_left():
         return
     host.restore_settings(saved_settings())
     for point in (*_MOUNT_POINTS, state_root()):

@@ -52,7 +52,7 @@ def up(spec: ClusterSpec, report: Report = quiet) -> Cluster:
     binaries, tools = build.find(spec.kubernetes), packages.find()
     with locked(spec.name, wait=False):
         where = layout(spec.name)
-        plan = _decide(spec, where)
+        plan = decide(spec, where)
         report("Preparing keys, configuration and network", 0.0)
         image.write_images(tools.busybox, where.images)
         pki = _write_identities(plan, where)
@@ -91,17 +91,22 @@ def _start_runtime(runner: NodeRunner) -> None:
     runner.start_runtime()
 
 
-def _decide(spec: ClusterSpec, where: Layout) -> Plan:
+def decide(spec: ClusterSpec, where: Layout) -> Plan:
     """The plan to carry out; stored before anything is started.
 
     Raises ClusterError if it cannot be.
     """
-    stored = where.read_plan()
+    stored, processes = where.read_plan(), Processes(where.state)
     if stored is None:
+        if processes.marked():
+            raise ClusterError(
+                f"processes of an earlier cluster {spec.name} are running, but its state is lost: "
+                f"run `gpunode cluster down --name {spec.name}` first"
+            )
         with locked("slots", wait=True):
             taken = {plan.slot for plan in plans() if plan.spec.name != spec.name}
             plan = Plan(spec, free_slot(taken, network.routes(bridge_prefix(spec.name))))
-            _check_ports(plan, Processes(where.state))
+            check_ports(plan, processes)
             where.write_plan(plan)
         return plan
     old = stored.spec
@@ -116,12 +121,13 @@ def _decide(spec: ClusterSpec, where: Layout) -> Plan:
     if spec.nodes < old.nodes:
         raise ClusterError(f"cluster {spec.name} exists with {old.nodes} nodes, more than {spec.nodes}: {down}")
     plan = Plan(spec, stored.slot)
-    _check_ports(plan, Processes(where.state))
+    processes.adopt()
+    check_ports(plan, processes)
     where.write_plan(plan)
     return plan
 
 
-def _check_ports(plan: Plan, processes: Processes) -> None:
+def check_ports(plan: Plan, processes: Processes) -> None:
     """Raises ClusterError naming the first port that a process of ours is to listen on and somebody else does."""
     wanted: list[tuple[str, str, int]] = [
         ("etcd", "127.0.0.1", plan.etcd_port),

@@ -8,6 +8,7 @@ there for 127.0.0.0/8 untranslated, so that pods see nothing else of the host's 
 
 import json
 import os
+import re
 import subprocess
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -96,6 +97,11 @@ def remove(name: str) -> None:
         deletions += [[flag, chain] for flag in ("-F", "-X") for chain in chains]
         for deletion in deletions:
             _run(["iptables", "-w", "-t", table, *deletion])
+
+
+def any_left() -> bool:
+    """Whether a bridge of any cluster is there, also one whose state is kept under another root."""
+    return any(re.fullmatch(r"gpn[0-9a-f]{5}-\d+", link.name) for link in Path("/sys/class/net").iterdir())
 
 
 def _chain(name: str) -> str:

@@ -4,6 +4,7 @@ The namespace lives as long as any process in it: a `sleep` holds it, and if tha
 processes still lead into it. Its mounts vanish with it, so nothing has to be unmounted after a crash.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from gpunode.cluster.image import BUSYBOX_IMAGE, PAUSE_IMAGE
 from gpunode.cluster.layout import Layout, NodeFiles
 from gpunode.cluster.packages import HostTools
 from gpunode.cluster.pki import Pki, client_certificate, kubeconfig, write_secret
-from gpunode.cluster.processes import Processes, replace_text, start_ticks
+from gpunode.cluster.processes import Processes, environment, replace_text
 from gpunode.cluster.spec import KUBELET_HEALTH_PORT, NodePlan, Plan
 
 # In the environment of every process of a node, next to the cluster's mark.
@@ -187,14 +188,10 @@ def check(processes: Processes, name: str) -> None:
 def _any_process(processes: Processes, node: str) -> int | None:
     """A live process inside the node's namespace, also one whose record was lost."""
     own = Path("/proc/self/ns/mnt").readlink()
-    wanted = f"{NODE_MARKER}={node}".encode()
     for pid in processes.marked():
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if wanted in environ and Path(f"/proc/{pid}/ns/mnt").readlink() != own and start_ticks(pid):
+        with contextlib.suppress(OSError):
+            if environment(pid).get(NODE_MARKER) == node and Path(f"/proc/{pid}/ns/mnt").readlink() != own:
                 return pid
-        except OSError:
-            continue
     return None
 
 

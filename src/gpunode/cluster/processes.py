@@ -21,6 +21,8 @@ from typing import Final
 from gpunode.cluster.errors import ClusterError
 
 MARKER: Final = "GPUNODE_CLUSTER_STATE"
+# The record's name, by which `adopt` makes a lost record anew.
+NAME_MARKER: Final = "GPUNODE_CLUSTER_PROCESS"
 # Python ignores these; a child must not inherit that.
 _DEFAULTS: Final = (signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -65,7 +67,7 @@ class Processes:
             return running
         target = log or self.log(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        full_env = {**os.environ, **(env or {}), MARKER: str(self.state)}
+        full_env = {**os.environ, **(env or {}), MARKER: str(self.state), NAME_MARKER: name}
         files = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(target), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
@@ -122,6 +124,22 @@ class Processes:
     def marked(self) -> dict[int, int]:
         """Pid -> start ticks of every process that carries this cluster's mark, recorded or not; never ourselves."""
         return {pid: ticks for pid, ticks in marked().get(str(self.state), {}).items() if pid != os.getpid()}
+
+    def adopt(self) -> tuple[str, ...]:
+        """Makes records anew for running processes that have lost theirs; returns their names.
+
+        Children carry the same marks, but only what `start` started leads a session.
+        """
+        adopted: list[str] = []
+        for pid, ticks in self.marked().items():
+            environ = environment(pid)
+            name = environ.get(NAME_MARKER)
+            with contextlib.suppress(OSError):
+                if name and os.getsid(pid) == pid and not self.alive(name):
+                    argv = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
+                    self._write(Record(name, pid, ticks, boot_id(), tuple(argv), str(self.log(name))))
+                    adopted.append(name)
+        return tuple(adopted)
 
     def tail(self, name: str, lines: int = 3) -> str:
         """The last lines of a process's log on one line, for error messages."""
@@ -195,21 +213,24 @@ def stop_pids(targets: Mapping[int, int], grace: float) -> set[int]:
             os.close(fd)
 
 
+def environment(pid: int) -> dict[str, str]:
+    """Environment that a process was started with; empty if it is gone or someone else's."""
+    try:
+        items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (item.decode(errors="replace").partition("=") for item in items if item)
+    return {name: value for name, _, value in pairs}
+
+
 def marked() -> dict[str, dict[int, int]]:
     """State directory -> {pid: start ticks} of all processes that carry a mark. Needs root to see other users'."""
     found: dict[str, dict[int, int]] = {}
-    prefix = f"{MARKER}=".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environ = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        for item in environ.split(b"\0"):
-            ticks = start_ticks(int(entry.name)) if item.startswith(prefix) else None
-            if ticks is not None:
-                found.setdefault(item[len(prefix) :].decode(errors="replace"), {})[int(entry.name)] = ticks
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        state = environment(pid).get(MARKER)
+        ticks = start_ticks(pid) if state else None
+        if state and ticks is not None:
+            found.setdefault(state, {})[pid] = ticks
     return found
 
 

@@ -1,0 +1,289 @@
+"""A real cluster: needs root and the binaries that `gpunode cluster build` makes."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from gpunode.cluster import build, packages
+from gpunode.cluster.cluster import load
+from gpunode.cluster.down import down
+from gpunode.cluster.errors import ClusterError
+from gpunode.cluster.layout import layout
+from gpunode.cluster.lifecycle import require_root, up
+from gpunode.cluster.processes import Processes
+from gpunode.cluster.spec import DEFAULT_KUBERNETES, ClusterSpec, bridge_prefix, tag
+
+pytestmark = pytest.mark.e2e
+
+NAME, PORT = "e2e-cluster", 26443
+
+
+def unavailable():
+    try:
+        require_root()
+        packages.find()
+        build.find(DEFAULT_KUBERNETES)
+    except ClusterError as error:
+        return str(error)
+    return ""
+
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    down(NAME)
+    yield up(ClusterSpec(NAME, nodes=2, port=PORT))
+    down(NAME)
+
+
+def kubectl(cluster, *args, kubeconfig=None):
+    argv = [cluster.kubectl, f"--kubeconfig={kubeconfig or cluster.kubeconfig}", *args]
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def wait_for(condition, what, seconds=40.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.2)
+    return found
+
+
+def run_pod(cluster, name, node=None, **spec):
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never",
+            "containers": [
+                {"name": "c", "image": "localhost/busybox:1", "command": ["sh", "-c", "echo hello; sleep 3600"]}
+            ],
+            **({"nodeName": node} if node else {}),
+            **spec,
+        },
+    }
+    # The ServiceAccount that pods need is made by a controller shortly after the cluster is up.
+    account = "/api/v1/namespaces/default/serviceaccounts/default"
+    wait_for(lambda: answers(cluster, account), "the default ServiceAccount")
+    cluster.api.call("POST", "/api/v1/namespaces/default/pods", pod)
+    kubectl(cluster, "wait", "--for=condition=Ready", f"pod/{name}", "--timeout=40s")
+
+
+def answers(cluster, path):
+    try:
+        return cluster.api.call("GET", path)
+    except ClusterError:
+        return None
+
+
+def traces(name, containers=()):
+    """Everything of a cluster that is still on this machine."""
+
+    def output(*argv):
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+
+    where = layout(name)
+    links = [link["ifname"] for link in json.loads(output("ip", "-j", "link")) if bridge_prefix(name) in str(link)]
+    rules = [
+        line
+        for table in ("nat", "filter")
+        for line in output("iptables", "-w", "-t", table, "-S").splitlines()
+        if tag(name) in line
+    ]
+    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(where.state) in line]
+    cgroups = [str(path) for one in containers for path in Path("/sys/fs/cgroup").glob(f"**/k8s.io/{one}")]
+    left = {
+        "processes": Processes(where.state).marked(),
+        "links": links,
+        "rules": rules,
+        "mounts": mounts,
+        "cgroups": cgroups,
+        "state": [str(path) for path in where.state.rglob("*")] if where.state.exists() else [],
+    }
+    return {what: found for what, found in left.items() if found}
+
+
+def container_ids(cluster):
+    return [path.name for path in cluster.layout.state.glob("nodes/*/run/containerd/*v2.task/k8s.io/*")]
+
+
+def container_pids(ids):
+    found = set()
+    for one in ids:
+        for procs in Path("/sys/fs/cgroup").glob(f"**/k8s.io/{one}/cgroup.procs"):
+            found |= {int(line) for line in procs.read_text().split()}
+    return found
+
+
+def test_up_again_leaves_running_processes_alone(cluster):
+    before = {name: cluster.processes.get(name) for name in cluster.component_names()}
+    assert None not in before.values()
+    up(ClusterSpec(NAME, nodes=2, port=PORT))
+    assert {name: cluster.processes.get(name) for name in cluster.component_names()} == before
+
+
+def test_nodes_are_ready_at_their_own_addresses(cluster):
+    assert cluster.node_status() == {"gpu-node-0": True, "gpu-node-1": True}
+    shown = {}
+    for item in cluster.api.call("GET", "/api/v1/nodes")["items"]:
+        shown[item["metadata"]["name"]] = item["status"]["addresses"][0]["address"]
+        assert item["status"]["nodeInfo"]["kubeletVersion"] == f"v{DEFAULT_KUBERNETES}"
+    assert shown == {node.name: node.address for node in cluster.nodes}
+
+
+def test_pods_have_logs_exec_and_the_api_server(cluster):
+    for number, node in enumerate(cluster.nodes):
+        run_pod(cluster, f"pod-{number}", node.name)
+        assert kubectl(cluster, "logs", f"pod-{number}") == "hello\n"
+    # A TLS server tells a client that speaks plain HTTP so: the answer shows who is at the service address.
+    ask = 'printf "GET / HTTP/1.0\\r\\n\\r\\n" | nc -w 5 $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT'
+    answer = kubectl(cluster, "exec", "pod-0", "--", "sh", "-c", ask)
+    assert "HTTP request to an HTTPS server" in answer
+    assert str(cluster.plan.service_address) in kubectl(cluster, "exec", "pod-0", "--", "env")
+
+
+def test_pods_see_each_other_but_not_the_hosts_loopback(cluster):
+    """Each node's pods are in a subnet of their own; the host routes between them."""
+    run_pod(cluster, "server", cluster.nodes[0].name)
+    run_pod(cluster, "client", cluster.nodes[1].name)
+    address = kubectl(cluster, "get", "pod", "server", "-o", "jsonpath={.status.podIP}")
+    listen = "(echo from server | nc -l -p 80 >/dev/null 2>&1 &) ; sleep 0.2; echo started"
+    assert kubectl(cluster, "exec", "server", "--", "sh", "-c", listen) == "started\n"
+    assert kubectl(cluster, "exec", "client", "--", "nc", "-w", "5", address, "80") == "from server\n"
+    probe = (
+        f"ip route add 127.0.0.2/32 via {cluster.nodes[1].address} 2>&1; nc -w 2 127.0.0.2 {PORT} </dev/null && echo in"
+    )
+    result = subprocess.run(
+        [cluster.kubectl, f"--kubeconfig={cluster.kubeconfig}", "exec", "client", "--", "sh", "-c", probe],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "in\n" not in result.stdout
+
+
+def test_each_node_has_a_kernel_log_and_cdi_directory_of_its_own(cluster):
+    first, second = cluster.nodes
+    with first.kmsg.open("a") as log:
+        log.write("4,1,1000,-;NVRM: Xid (PCI:0000:18:00): 79\n")
+
+    def inside(node, *argv):
+        return subprocess.run([*node.enter, *argv], check=True, capture_output=True, text=True).stdout
+
+    assert inside(first, "cat", "/dev/kmsg") == "4,1,1000,-;NVRM: Xid (PCI:0000:18:00): 79\n"
+    assert inside(second, "cat", "/dev/kmsg") == ""
+    inside(first, "touch", "/var/run/cdi/x.json")
+    assert (first.cdi / "x.json").exists()
+    assert inside(second, "ls", "/var/run/cdi") == ""
+    (first.cdi / "x.json").unlink()
+
+
+def test_a_kubelet_lives_with_records_in_its_kernel_log(cluster):
+    """It reads /dev/kmsg for OOM kills: a regular file must neither stop it nor keep it busy."""
+    node = cluster.nodes[0]
+    with node.kmsg.open("a") as log:
+        log.writelines(f"4,{n},{n}000,-;NVRM: Xid (PCI:0000:18:00): 31, name=x\n" for n in range(2, 300))
+    cluster.restart_kubelet(node.name)
+    up(ClusterSpec(NAME, nodes=2, port=PORT))
+    record = cluster.processes.get(f"{node.name}.kubelet")
+    start = cpu_seconds(record.pid)
+    time.sleep(3)
+    assert cpu_seconds(record.pid) - start < 1.5
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_tokens_are_bound_to_their_node_and_limited_by_rbac(cluster):
+    node = cluster.nodes[1].name
+    config = cluster.token("default", "default", node)
+    who = json.loads(kubectl(cluster, "auth", "whoami", "-o", "json", kubeconfig=config))["status"]["userInfo"]
+    assert who["username"] == "system:serviceaccount:default:default"
+    assert who["extra"]["authentication.kubernetes.io/node-name"] == [node]
+    assert config.stat().st_mode & 0o077 == 0
+    with pytest.raises(subprocess.CalledProcessError, match="exit status 1"):
+        kubectl(cluster, "get", "nodes", kubeconfig=config)
+    with pytest.raises(ClusterError, match="404"):
+        cluster.token("default", "nobody")
+
+
+def test_the_admission_policy_and_gang_apis_are_served(cluster):
+    served = kubectl(cluster, "api-resources", "--no-headers", "-o", "name")
+    for name in (
+        "mutatingadmissionpolicies.admissionregistration",
+        "podgroups.scheduling",
+        "devicetaintrules.resource",
+    ):
+        assert name in served
+
+
+def test_up_repairs_what_was_killed_and_pods_survive(cluster):
+    run_pod(cluster, "survivor", cluster.nodes[0].name)
+    before = cluster.api.call("GET", "/api/v1/namespaces/default/pods/survivor")["status"]["containerStatuses"]
+    extra = cluster.processes.start("extra", ("sleep", "3600"))
+    cluster.kill(None, "kube-apiserver")
+    cluster.kill(None, "etcd")
+    for component in ("kubelet", "containerd", "holder"):
+        cluster.kill(cluster.nodes[0].name, component)
+    # A record that was lost must not lead to a second process beside the first.
+    (cluster.layout.state / "run" / "kube-scheduler.json").unlink()
+    up(ClusterSpec(NAME, nodes=2, port=PORT))
+    assert all(cluster.processes.alive(name) for name in cluster.component_names())
+    after = cluster.api.call("GET", "/api/v1/namespaces/default/pods/survivor")["status"]["containerStatuses"]
+    assert [status["containerID"] for status in after] == [status["containerID"] for status in before]
+    assert kubectl(cluster, "exec", "survivor", "--", "echo", "alive") == "alive\n"
+    run_pod(cluster, "after", cluster.nodes[0].name)
+    assert cluster.processes.get("extra") == extra
+
+
+def test_a_second_node_more_joins(cluster):
+    grown = up(ClusterSpec(NAME, nodes=3, port=PORT))
+    assert grown.node_status() == dict.fromkeys(("gpu-node-0", "gpu-node-1", "gpu-node-2"), True)
+
+
+@pytest.mark.parametrize("crash", ["nothing", "components", "everything and the state"])
+def test_down_leaves_nothing(crash):
+    name = f"{NAME}-down"
+    cluster = up(ClusterSpec(name, nodes=1, port=PORT + 10))
+    try:
+        run_pod(cluster, "a")
+        extra = cluster.processes.start("extra", (*cluster.nodes[0].enter, "sleep", "3600"))
+        ids = container_ids(cluster)
+        pids = container_pids(ids)
+        assert len(ids) == 2
+        assert len(pids) >= 2
+        if crash == "components":
+            for part in ("kubelet", "containerd", "holder"):
+                cluster.kill("gpu-node-0", part)
+            cluster.kill(None, "kube-apiserver")
+        if crash == "everything and the state":
+            for pid in cluster.processes.marked():
+                os.kill(pid, signal.SIGKILL)
+            cluster.layout.plan_file.unlink()
+            for record in (cluster.layout.state / "run").iterdir():
+                record.unlink()
+    finally:
+        down(name)
+    assert traces(name, ids) == {}
+    assert {pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)} == set()
+    assert not Path(f"/proc/{extra.pid}").exists() or is_zombie(extra.pid)
+    assert load(name) is None
+    assert down(name) is False
+
+
+def is_zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
