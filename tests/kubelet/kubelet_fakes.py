@@ -1,7 +1,7 @@
 """The other sides of the kubelet plugin: an API server that knows claims, a kubelet that dials unix sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +10,18 @@ from typing import Any
 import grpc
 import msgspec
 
-from gpunode.kubelet.cdi import CdiStore
-from gpunode.kubelet.checkpoint import CheckpointFile
+from gpunode.kubelet.cdi import CdiStore, spec
+from gpunode.kubelet.checkpoint import CheckpointFile, Entries, State
+from gpunode.kubelet.config import Sharing
+from gpunode.kubelet.effects import Effects
+from gpunode.kubelet.errors import HardwareError, InUseError
 from gpunode.kubelet.files import NodeLock
+from gpunode.kubelet.ledger import Ledger
 from gpunode.kubelet.plugin import KubeletPaths
 from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.proto import registration_v1_pb2 as registration
-from gpunode.kubelet.resolve import ClaimRef, Node
+from gpunode.kubelet.resolve import ClaimRef, Node, conflict
+from gpunode.kubelet.seams import Notice, Steps, no_step
 from gpunode.model.injection import DeviceNode, DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
@@ -105,6 +110,131 @@ def make_engine(
 def cdi_files(tmp: Path) -> dict[str, Any]:
     directory = tmp / "cdi"
     return {p.name: msgspec.json.decode(p.read_bytes()) for p in directory.iterdir()} if directory.is_dir() else {}
+
+
+PARTITIONS = tuple(f"{GPUS[7]}-mig-{name}" for name in ("1g-10gb-0", "3g-40gb-4"))
+
+
+def with_partitions() -> dict[str, DeviceNodes]:
+    """Eight GPUs, the last of which also offers partitions that are made on demand."""
+    return all_devices() | {name: DeviceNodes(uuid="", parent=GPUS[7], dynamic=True) for name in PARTITIONS}
+
+
+class FakePartitioner:
+    """Partitions as files, so that they outlive a kill: `<name>.gi` is half-made, `<name>.ci` completes it."""
+
+    def __init__(self, directory: Path, step: Steps = no_step) -> None:
+        self.directory = directory
+        self.step = step
+        self.broken: set[str] = set()
+        self.in_use: set[str] = set()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def create(self, device: str) -> DeviceNodes:
+        if device in self.broken:
+            raise HardwareError("Unknown Error")
+        gi, ci = self._files(device)
+        if not ci.exists():
+            gi.unlink(missing_ok=True)
+            self.step(f"gpu instance {device}")
+            gi.touch()
+            self.step(f"compute instance {device}")
+            ci.touch()
+        index = PARTITIONS.index(device)
+        return DeviceNodes(uuid=f"MIG-{index}", nodes=(DeviceNode(f"/host/cap{index}", f"/dev/cap{index}"),))
+
+    def remove(self, device: str) -> None:
+        if device in self.in_use:
+            raise InUseError("In use by another client")
+        for file in reversed(self._files(device)):
+            self.step(f"remove {file.name}")
+            file.unlink(missing_ok=True)
+
+    def existing(self) -> frozenset[str]:
+        return frozenset(file.stem for file in self.directory.iterdir())
+
+    def _files(self, device: str) -> tuple[Path, Path]:
+        return self.directory / f"{device}.gi", self.directory / f"{device}.ci"
+
+
+class FakeSharing:
+    """The sharing of each device as a file that says which claim set it to what."""
+
+    def __init__(self, directory: Path, step: Steps = no_step) -> None:
+        self.directory = directory
+        self.step = step
+        self.broken: set[str] = set()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
+        for device in devices:
+            self._check(device)
+            self.step(f"set sharing of {device}")
+            (self.directory / device).write_bytes(msgspec.json.encode(sharing))
+        return {
+            name: msgspec.structs.replace(nodes, env=nodes.env | {"SHARED": uid}) for name, nodes in devices.items()
+        }
+
+    def reset(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> None:
+        for device in devices:
+            self._check(device)
+            self.step(f"reset sharing of {device}")
+            (self.directory / device).unlink(missing_ok=True)
+
+    def _check(self, device: str) -> None:
+        if device in self.broken:
+            raise HardwareError("Unknown Error")
+
+
+def gpu_config(strategy: str = "TimeSlicing", kind: str = "GpuConfig", source: str = "FromClaim", **more: Any) -> Any:
+    """One item of status.allocation.devices.config for our driver."""
+    parameters = {"apiVersion": "gpunode.dev/v1alpha1", "kind": kind, "sharing": {"strategy": strategy, **more}}
+    return {"source": source, "opaque": {"driver": DRIVER, "parameters": parameters}}
+
+
+class Machine:
+    """One node's disk and hardware under `tmp`; every `ledger` is a plugin process started on it."""
+
+    def __init__(self, tmp: Path, devices: Callable[[], dict[str, DeviceNodes]] = with_partitions) -> None:
+        self.tmp = tmp
+        self.boot = BOOT
+        self.devices = devices
+        self.notices: list[Notice] = []
+        self.paths = KubeletPaths(tmp / "kubelet", tmp / "cdi")
+        self.paths.plugin_dir(DRIVER).mkdir(parents=True, exist_ok=True)
+        self.partitioner = FakePartitioner(tmp / "partitions")
+        self.sharing = FakeSharing(tmp / "sharing")
+
+    def ledger(self, step: Steps = no_step) -> Ledger:
+        self.partitioner.step = self.sharing.step = step
+        return Ledger(
+            node=Node(DRIVER, POOL, self.boot), devices=self.devices,
+            checkpoint=CheckpointFile(self.paths.checkpoint(DRIVER), step),
+            cdi=CdiStore(self.paths.cdi, DRIVER, step), lock=NodeLock(self.paths.lock(DRIVER), timeout_s=5),
+            effects=Effects(self.partitioner, self.sharing, step), notify=self.notices.append,
+        )  # fmt: skip
+
+    def reboot(self) -> None:
+        self.boot = f"boot-{int(self.boot.partition('-')[2]) + 1}"
+        for directory in (self.paths.cdi, self.partitioner.directory, self.sharing.directory):
+            for file in directory.iterdir() if directory.is_dir() else ():
+                file.unlink()
+
+    def check(self) -> Entries:
+        """Everything on the node follows from the book: no leak, no orphan, nothing half-done, no double use."""
+        entries = {u: e for u, e in self.ledger().load().entries.items() if e.boot_id == self.boot}
+        devices = [d for e in entries.values() for d in e.devices if not d.admin]
+        assert all(e.state is State.COMPLETED for e in entries.values())
+        assert set(cdi_files(self.tmp)) == {f"gpunode.dev-gpu_{DRIVER}_{uid}.json" for uid in entries}
+        for uid, entry in entries.items():
+            assert cdi_files(self.tmp)[f"gpunode.dev-gpu_{DRIVER}_{uid}.json"] == spec(entry)
+        assert {f.name for f in self.partitioner.directory.iterdir()} == {
+            f"{d.device}.{part}" for d in devices if d.nodes.dynamic for part in ("gi", "ci")
+        }
+        assert {f.name for f in self.sharing.directory.iterdir()} == {d.device for d in devices if d.sharing}
+        for entry in entries.values():
+            assert conflict(entry, entries.values()) is None
+        return entries
 
 
 class FakeKubelet:

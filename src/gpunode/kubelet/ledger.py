@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 Asked = Sequence[tuple[ClaimRef, ResourceClaim | ClaimError]]
 
 
+class LostEntriesError(Exception):
+    """The checkpoint was damaged, and `adopt` has not been called since."""
+
+
 @dataclass(frozen=True)
 class Repairs:
     """What a look at the node put right: CDI files written and removed, partitions removed, claims rolled back.
@@ -55,10 +59,16 @@ class Ledger:
     effects: Effects
     notify: Notify
 
-    def prepare(self, asked: Asked) -> tuple[dict[str, Entry | ClaimError], Entries]:
-        """Answer every claim, and the entries afterwards. Raises OSError, TimeoutError when nothing could be done."""
+    def prepare(self, asked: Asked, *, tolerate_loss: bool) -> tuple[dict[str, Entry | ClaimError], Entries]:
+        """Answer every claim, and the entries afterwards.
+
+        Raises OSError, TimeoutError when nothing could be done, and LostEntriesError, unless tolerated, when the book
+        may lack claims that hold a device asked for.
+        """
         with self.lock.held():
             loaded, entries = self._load()
+            if loaded.lost and not tolerate_loss:
+                raise LostEntriesError
             answer = self._decide_all(asked, entries)
             decided = [e for e in answer.values() if isinstance(e, Entry)]
             entries |= {entry.uid: entry for entry in decided}
@@ -118,7 +128,8 @@ class Ledger:
             loaded, entries = self._load()
             devices = self.devices()
             back = []
-            for claim in claims:
+            # Where two claims were given one device, the older allocation is the one that may be running.
+            for claim in sorted(claims, key=_allocated_at):
                 meta = claim.metadata
                 if meta.uid in entries:
                     continue
@@ -243,6 +254,11 @@ class Ledger:
         except HardwareError as error:
             self.notify(Notice("PartitionsUnrepaired", f"cannot remove a partition that no claim owns: {error}"))
         return tuple(removed)
+
+
+def _allocated_at(claim: ResourceClaim) -> tuple[str, str]:
+    allocation = claim.status.allocation
+    return (allocation.allocation_timestamp or "" if allocation else "", claim.metadata.uid)
 
 
 def _with_watched_partitions(entry: Entry, others: Iterable[Entry]) -> Entry:

@@ -14,10 +14,10 @@ from gpunode.kubelet.effects import Effects
 from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.guard import BlackHoleGuard
-from gpunode.kubelet.ledger import Asked, Ledger, Repairs
+from gpunode.kubelet.ledger import Asked, Ledger, LostEntriesError, Repairs
 from gpunode.kubelet.metrics import KubeletMetrics
 from gpunode.kubelet.resolve import ClaimRef, Node, check_live
-from gpunode.kubelet.seams import ClaimReader, Notice, Notify, Partitioner, SharingControl, Steps, no_step
+from gpunode.kubelet.seams import Allocated, ClaimReader, Notice, Notify, Partitioner, SharingControl, Steps, no_step
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
@@ -52,9 +52,12 @@ def log_notice(notice: Notice) -> None:
 class PrepareEngine:
     """Prepares and releases claims of one driver on one node.
 
-    notify: told what a person should know, from the engine's thread. changed: told the entries after every call, on
-    the event loop. One call at a time touches the book, in a thread of its own, so a call that the kubelet abandons
-    still ends in order and keeps the lock until it has.
+    allocated: read to rebuild a damaged checkpoint; until that worked nothing is prepared. Without it damage is
+    reported and the node goes on. notify: told what a person should know, from the engine's thread or the loop's.
+    changed: told the entries after every call, on the event loop.
+
+    One call at a time touches the book, in a thread of its own, so a call that the kubelet abandons still ends in
+    order and keeps the lock until it has.
     """
 
     def __init__(
@@ -66,21 +69,25 @@ class PrepareEngine:
         cdi: CdiStore,
         lock: NodeLock,
         *,
+        allocated: Allocated | None = None,
         partitioner: Partitioner | None = None,
         sharing: SharingControl | None = None,
         notify: Notify = log_notice,
         changed: Callable[[Entries], None] | None = None,
         metrics: KubeletMetrics | None = None,
         guard: BlackHoleGuard | None = None,
+        clock: Callable[[], float] = time.monotonic,
         step: Steps = no_step,
     ) -> None:
         effects = Effects(partitioner, sharing, step)
         self.ledger = Ledger(node, devices, checkpoint, cdi, lock, effects, notify)
         self._claims = claims
+        self._allocated = allocated
         self._changed = changed
         self._metrics = metrics
         self._guard = guard
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kubelet-ledger")
+        self._clock = clock
         self._asked: dict[str, float] = {}
         self._reads = asyncio.Semaphore(_READS_AT_ONCE)
 
@@ -93,25 +100,37 @@ class PrepareEngine:
         self.report(entries)
         return repairs
 
-    async def adopt(self, claims: Sequence[ResourceClaim]) -> list[str]:
-        """Bring back entries that a damaged checkpoint lost; returns their UIDs. Raises OSError, TimeoutError."""
+    async def adopt_lost(self) -> ClaimError | None:
+        """Bring back from live claims what a damaged checkpoint lost; returns why that is not possible now.
+
+        Raises OSError, TimeoutError.
+        """
+        if self._allocated is None:
+            return None
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                claims = await self._allocated()
+        except Exception as error:  # whatever the transport raises; the kubelet tries again
+            message = f"the checkpoint was damaged, and listing this node's claims to rebuild it failed: {error!r}"
+            return ClaimError(ErrorKind.API, message[:1024])
         back, entries = await self.run(lambda: self.ledger.adopt(claims))
+        message = f"the checkpoint was damaged; {len(back)} claims were brought back from the API server"
+        self.ledger.notify(Notice("CheckpointRebuilt", message))
         self.report(entries)
-        return back
+        return None
 
     async def prepare(self, refs: Sequence[ClaimRef]) -> dict[str, Prepared | ClaimError]:
         """Prepare each claim independently; the answer has an item for every UID asked about.
 
         Idempotent: a claim prepared before gets the same answer, and its CDI file again if it was lost.
         """
-        began = time.monotonic()
+        began = self._clock()
         self._asked |= {ref.uid: began for ref in refs}
         answer: dict[str, Prepared | ClaimError] = {}
         outcome: Mapping[str, Entry | ClaimError]
         try:
             asked = await self._read_all(refs)
-            outcome, entries = await self.run(lambda: self.ledger.prepare(asked))
-            self.report(entries)
+            outcome = await self._prepare(asked)
         except OSError as error:
             outcome = {ref.uid: _storage(error) for ref in refs}
         for uid, result in outcome.items():
@@ -120,27 +139,41 @@ class PrepareEngine:
         self._count("prepare", began, [r for r in outcome.values() if isinstance(r, ClaimError)])
         return answer
 
+    async def _prepare(self, asked: Asked) -> dict[str, Entry | ClaimError]:
+        """Raises OSError, TimeoutError."""
+        try:
+            answer, entries = await self.run(lambda: self.ledger.prepare(asked, tolerate_loss=self._allocated is None))
+        except LostEntriesError:
+            if (failure := await self.adopt_lost()) is not None:
+                return {ref.uid: failure for ref, _ in asked}
+            answer, entries = await self.run(lambda: self.ledger.prepare(asked, tolerate_loss=True))
+        self.report(entries)
+        return answer
+
     async def unprepare(self, refs: Sequence[ClaimRef]) -> dict[str, ClaimError | None]:
         """Release each claim independently; a claim nobody knows is released already."""
-        began = time.monotonic()
+        began = self._clock()
         answer: dict[str, ClaimError | None]
         try:
             answer, entries = await self.run(lambda: self.ledger.unprepare(refs))
             self.report(entries)
-        except OSError as error:
-            answer = {ref.uid: _storage(error) for ref in refs}
+        except OSError as failure:
+            answer = {ref.uid: _storage(failure) for ref in refs}
+        for uid, error in answer.items():
+            if error is not None:
+                self._judge(uid, error)
         self._count("unprepare", began, [e for e in answer.values() if e is not None])
         return answer
 
     async def release(self, entry: Entry, unless_asked_since: float) -> bool:
-        """Release a claim on our own account, unless the kubelet asked for it after that time (time.monotonic()).
+        """Release a claim on our own account, unless the kubelet asked for it after that time (of our clock).
 
         Returns whether the book no longer has it. Raises OSError, TimeoutError.
         """
         ref = ClaimRef(entry.namespace, entry.name, entry.uid)
 
         def work() -> tuple[dict[str, ClaimError | None], Entries] | None:
-            return None if self._asked.get(ref.uid, 0.0) >= unless_asked_since else self.ledger.unprepare([ref])
+            return None if self._asked.get(ref.uid, 0.0) > unless_asked_since else self.ledger.unprepare([ref])
 
         if (done := await self.run(work)) is None:
             return False
@@ -157,7 +190,7 @@ class PrepareEngine:
 
     def report(self, entries: Entries) -> None:
         """Tell metrics and the agent what the node holds."""
-        recent = time.monotonic() - _REMEMBER_ASKED_S
+        recent = self._clock() - _REMEMBER_ASKED_S
         self._asked = {uid: at for uid, at in self._asked.items() if uid in entries or at > recent}
         if self._metrics is not None:
             self._metrics.holding(len(entries), sum(len(e.devices) for e in entries.values()))
@@ -203,7 +236,7 @@ class PrepareEngine:
 
     def _count(self, call: str, began: float, failures: Sequence[ClaimError]) -> None:
         if self._metrics is not None:
-            self._metrics.called(call, time.monotonic() - began, [failure.kind for failure in failures])
+            self._metrics.called(call, self._clock() - began, [failure.kind for failure in failures])
         for failure in failures:
             logger.warning("%s: %s (%s)", call, failure.message, failure.kind)
 

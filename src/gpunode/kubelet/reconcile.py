@@ -7,7 +7,7 @@ never unprepared. Its devices stay reserved here, and are reported as held, unti
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -46,7 +46,6 @@ class Findings:
 
     repairs: Repairs
     held: frozenset[str]
-    adopted: tuple[str, ...]
     released: tuple[str, ...]
     leftovers: Mapping[str, Sequence[Leftover]]
 
@@ -62,7 +61,6 @@ def verdict(entry: Entry, live: ResourceClaim | None, driver: str) -> Verdict:
 class SecondLook:
     """Call `run` every minute, and soon after a claim was released.
 
-    allocated: all claims allocated on this node, read when a damaged checkpoint has to be made up for.
     processes: who has devices open; None where that cannot be known (then only time releases a claim that is gone).
     """
 
@@ -71,7 +69,6 @@ class SecondLook:
         engine: PrepareEngine,
         claims: ClaimReader,
         notify: Notify,
-        allocated: Callable[[], Awaitable[Sequence[ResourceClaim]]] | None = None,
         processes: Processes | None = None,
         metrics: KubeletMetrics | None = None,
         grace_s: float = GRACE_S,
@@ -80,7 +77,6 @@ class SecondLook:
         self._engine = engine
         self._claims = claims
         self._notify = notify
-        self._allocated = allocated
         self._processes = processes
         self._metrics = metrics
         self._grace_s = grace_s
@@ -93,7 +89,8 @@ class SecondLook:
     async def run(self) -> Findings:
         """Compare and repair once. Raises OSError, TimeoutError when the plugin's own files cannot be used."""
         repairs = await self._engine.recover()
-        adopted = await self._adopt() if repairs.lost else ()
+        if repairs.lost and (failure := await self._engine.adopt_lost()):
+            logger.warning("%s", failure)
         entries = await self._entries()
         verdicts = await self._judge(entries)
         leftovers = await self._leftovers(entries, verdicts)
@@ -105,23 +102,13 @@ class SecondLook:
             for d in entry.devices
             if not d.admin
         }
-        findings = Findings(repairs, frozenset(held | set(self._lingering)), adopted, released, leftovers)
+        findings = Findings(repairs, frozenset(held | set(self._lingering)), released, leftovers)
         self._tell(findings)
         return findings
 
     async def _entries(self) -> Entries:
         boot = self._engine.ledger.node.boot_id
         return {uid: e for uid, e in (await self._engine.entries()).items() if e.boot_id == boot}
-
-    async def _adopt(self) -> tuple[str, ...]:
-        if self._allocated is None:
-            return ()
-        try:
-            claims = await self._allocated()
-        except Exception as error:  # whatever the transport raises: the next look tries again
-            logger.warning("cannot list allocated claims to make up for the damaged checkpoint: %s", error)
-            return ()
-        return tuple(await self._engine.adopt(claims))
 
     async def _judge(self, entries: Entries) -> dict[str, Verdict]:
         driver = self._engine.ledger.node.driver
@@ -182,7 +169,6 @@ class SecondLook:
             "cdi-removed": repairs.files_removed,
             "partition-removed": len(repairs.partitions_removed),
             "rolled-back": repairs.rolled_back,
-            "adopted": len(findings.adopted),
             "released": len(findings.released),
         }
         if changed := {what: count for what, count in counts.items() if count}:

@@ -1,6 +1,6 @@
 """What the kubelet plugin needs from others, as protocols: claims, hardware, and someone to tell."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,7 +56,10 @@ class SharingControl(Protocol):
         ...
 
     def reset(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> None:
-        """Back to the default; nothing set up is nothing to do. Raises HardwareError, InUseError."""
+        """Back to the default; nothing set up is nothing to do. Raises HardwareError, InUseError.
+
+        After a kill a partition among the devices may lack its UUID; then nothing was set up for it.
+        """
         ...
 
 
@@ -70,6 +73,8 @@ class Notice:
     devices: tuple[str, ...] = ()
 
 
+# All claims allocated on this node, as far as the API server knows them. May raise what the transport raises.
+Allocated = Callable[[], Awaitable[Sequence[ResourceClaim]]]
 Notify = Callable[[Notice], None]
 # Called between persistent steps with the step's name; tests kill there.
 Steps = Callable[[str], None]
