@@ -36,7 +36,7 @@ MAP = DeviceMap(
         KnownGpu(GPU_A, "GPU-a", A, True, (Partition(PART_1, 1, 0), Partition(PART_2, 2, 0))),
         KnownGpu(GPU_B, "GPU-b", B, True),
     ),
-    {(SWITCH, 30): GPU_B},
+    switch_ports={(SWITCH, 30): GPU_B},
 )
 GOOD_A = GpuSample("GPU-a", A, recovery=Recovery.NONE, ecc_uncorrected=0, remap_pending=False, remap_failed=False)
 NONE_A = RecoveryActionChanged(A, Recovery.GPU_RESET, Recovery.NONE)

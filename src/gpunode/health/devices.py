@@ -28,9 +28,13 @@ class KnownGpu:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The GPUs of one node. `switch_ports`: GPU name by NVSwitch address and port, where that is known."""
+    """The GPUs of one node. `switch_ports`: GPU name by NVSwitch address and port, where that is known.
+
+    driver_branch: e.g. 580, None where the driver's version is not known.
+    """
 
     gpus: tuple[KnownGpu, ...] = ()
+    driver_branch: int | None = None
     switch_ports: dict[tuple[PciAddress, int], str] = field(default_factory=dict)
 
     def gpu_at(self, pci: PciAddress) -> str:
@@ -80,5 +84,11 @@ def device_map(inventory: Inventory, partition_name: Callable[[Gpu, MigSlice], s
                 tuple(Partition(partition_name(gpu, m), m.gpu_instance, m.compute_instance) for m in gpu.mig),
             )
             for gpu in inventory.gpus
-        )
+        ),
+        _branch(inventory.driver_version),
     )
+
+
+def _branch(version: str) -> int | None:
+    head = version.partition(".")[0]
+    return int(head) if head.isascii() and head.isdecimal() and len(head) < 6 else None

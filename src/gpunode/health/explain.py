@@ -37,7 +37,7 @@ def explain_xid(code: int, catalogue: Catalogue, policy: Policy) -> dict[str, st
         "verdict follows": _follows(entry.follows_154),
         "source": _SOURCES[entry.source],
     }
-    if code in rules.DETAILED:
+    if str(code) in rules.DETAILED:
         told["details"] = "level and action are those of the code alone; the kernel log line's details decide"
     if str(code) in rules.REPEATABLE:
         told["repetition"] = f"met by {policy.repeat_count} different processes on one GPU it counts against the board"

@@ -42,7 +42,7 @@ def coalesce(signals: Iterable[Signal]) -> list[Signal]:
             case XidSignal():
                 pid = signal.pid if str(signal.code) in rules.REPEATABLE else None
                 key: object = (signal.pci, signal.code, signal.gi, signal.ci, pid, bool(signal.text))
-                if signal.code in rules.DETAILED:
+                if str(signal.code) in rules.DETAILED:
                     key = (key, signal.text)
             case SxidSignal():
                 key = (signal.pci, signal.code, signal.link, signal.fatal)

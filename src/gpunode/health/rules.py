@@ -1,9 +1,11 @@
 """What one signal means: pure rules from a signal to its effects on devices."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpunode.health.catalogue import LEVEL_OF_ACTION, Catalogue, XidEntry
+from gpunode.health import decode
+from gpunode.health.catalogue import LEVEL_OF_ACTION, Catalogue, XidClass, XidEntry
+from gpunode.health.decode import SxidClass
 from gpunode.health.devices import DeviceMap
 from gpunode.health.signals import SxidSignal, XidSignal
 from gpunode.model.health import Action, Clear, Dimension, Level, RecoveryAction
@@ -23,9 +25,12 @@ WHAT_NOW = {
 CANCELS = {162: "163"}
 
 # Codes whose text decides what they mean, so that no two texts of them are merged.
-DETAILED = frozenset({74, 144, 145, 146, 147, 148, 149, 150})
+DETAILED = frozenset({"74", "144", "145", "146", "147", "148", "149", "150"})
 # Application codes that point at the board when different programs meet them in one place.
 REPEATABLE = frozenset({"13", "31"})
+
+# So many sightings on one link make some of XID 74's errors a matter for the hardware.
+REPEATS = 3
 
 # Source: nvml.h, nvmlDeviceGpuRecoveryAction_t, and the names in XID 154's text.
 _VERDICTS = {
@@ -36,6 +41,12 @@ _VERDICTS = {
     RecoveryAction.RECOVER_IMEX: (Action.INSPECT, "the driver asks to recover the IMEX domain"),
     RecoveryAction.BUS_RESET: (Action.RESTART_HOST, "the driver asks for a reset of the bus"),
     RecoveryAction.SYSTEM_REBOOT: (Action.RESTART_HOST, "the driver asks for a reboot of the system"),
+}
+_SXID_WORDS = {
+    SxidClass.ALWAYS_FATAL: "fatal error",
+    SxidClass.FATAL: "fatal error of one port",
+    SxidClass.HOST: "error from the host or the cooling",
+    SxidClass.NOTE: "harmless error",
 }
 _PLACE_13 = re.compile(r"(?a)\(?GPC (\d{1,4}), TPC (\d{1,4})")
 
@@ -58,7 +69,7 @@ class Raise:
 
 @dataclass(frozen=True)
 class Seen:
-    """Something harmless on one device."""
+    """Something harmless on one device; `worse` is what it becomes once it has been seen REPEATS times."""
 
     device: str
     code: str
@@ -68,6 +79,7 @@ class Seen:
     pid: int | None = None
     place: str = ""
     dimension: Dimension | None = Dimension.XID
+    worse: Raise | None = None
 
 
 def as_seen(effect: Raise) -> Seen:
@@ -98,10 +110,26 @@ def xid_effect(signal: XidSignal, catalogue: Catalogue, devices: DeviceMap) -> R
     device = devices.device_at(signal.pci, signal.gi, signal.ci)
     if entry.action is Action.RESTART_HOST:
         device = devices.gpu_at(signal.pci)
-    return effect_of_entry(signal, entry, entry.action, device)
+    details = _details(signal, devices) if entry.class_ is XidClass.WORKFLOW else None
+    if details is None:
+        return _effect(signal, entry, entry.action, device)
+    effect = _effect(signal, entry, details.action, device, details.text)
+    if isinstance(effect, Raise) or details.repeated is None:
+        return effect
+    worse = _effect(signal, entry, details.repeated, device, f"{details.text}; seen {REPEATS} times on this link")
+    return replace(effect, code=f"{signal.code}-link-{details.link}", worse=worse if isinstance(worse, Raise) else None)
 
 
-def effect_of_entry(signal: XidSignal, entry: XidEntry, action: Action, device: str, extra: str = "") -> Raise | Seen:
+def _details(signal: XidSignal, devices: DeviceMap) -> decode.Details | None:
+    """A user who gave a code another class has decided; then details are not asked."""
+    if signal.code == 74:
+        return decode.nvlink4(signal.text)
+    if str(signal.code) in DETAILED:
+        return decode.nvlink5(signal.code, signal.text, devices.driver_branch)
+    return None
+
+
+def _effect(signal: XidSignal, entry: XidEntry, action: Action, device: str, extra: str = "") -> Raise | Seen:
     """The effect of an XID once its action is decided."""
     level = LEVEL_OF_ACTION[action]
     message = sentence(f"XID {signal.code}", entry.meaning, action, extra)
@@ -137,26 +165,25 @@ def verdict_effect(device: str, verdict: RecoveryAction) -> Raise | None:
         action,
         LEVEL_OF_ACTION[action],
         message,
-        frozenset({Clear.REBOOT, Clear.VERDICT}),
+        frozenset({Clear.REBOOT, Clear.RESET, Clear.VERDICT}),
         detailed=True,
     )
 
 
 def sxid_effects(signal: SxidSignal, devices: DeviceMap) -> tuple[Raise | Seen, ...]:
-    """A fatal switch error reaches the GPUs behind the switch's port, or behind the switch; others are notes."""
-    action = Action.RESET_GPU if signal.fatal else Action.NONE
+    """A fatal switch error reaches the GPU behind the switch's port, or all behind the switch; others are notes."""
+    kind = decode.sxid_class(signal.code, fatal=signal.fatal)
+    link = None if kind is SxidClass.ALWAYS_FATAL else signal.link
     where = f"NVSwitch {signal.switch}" + ("" if signal.link is None else f" link {signal.link}")
-    message = sentence(f"SXid {signal.code}", f"{'fatal' if signal.fatal else 'harmless'} error of {where}", action)
-    reached = devices.behind_switch(signal.pci, signal.link)
-    if not signal.fatal:
-        return tuple(
-            Seen(name, f"sxid-{signal.code}", message, signal.count, dimension=Dimension.FABRIC) for name in reached
-        )
-    clears = frozenset({Clear.REBOOT, Clear.RESET})
-    return tuple(
-        Raise(name, Dimension.FABRIC, f"sxid-{signal.code}", action, Level.UNHEALTHY, message, clears, signal.count)
-        for name in reached
-    )
+    meaning = f"{_SXID_WORDS[kind]} of {where}"
+    code, reached = f"sxid-{signal.code}", devices.behind_switch(signal.pci, link)
+    if kind is SxidClass.NOTE:
+        note = sentence(f"SXid {signal.code}", meaning, Action.NONE, signal.text)
+        return tuple(Seen(name, code, note, signal.count, dimension=Dimension.FABRIC) for name in reached)
+    action = Action.INSPECT if kind is SxidClass.HOST else Action.RESET_GPU
+    message = sentence(f"SXid {signal.code}", meaning, action, signal.text)
+    clears, level = frozenset({Clear.REBOOT, Clear.RESET}), LEVEL_OF_ACTION[action]
+    return tuple(Raise(name, Dimension.FABRIC, code, action, level, message, clears, signal.count) for name in reached)
 
 
 def reset_failed(device: str) -> Raise:

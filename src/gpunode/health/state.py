@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from gpunode.health.rules import Raise
 from gpunode.model.health import Dimension, Finding, Level, RecoveryAction
 
 STATE_VERSION = 1
@@ -52,7 +53,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Sightings of something harmless. `told`: uptime of the last transition about it.
+    """Sightings of something harmless. `told`, `seen`: uptime of the last transition and the last sighting.
 
     `place` and `pids` serve the rules about repetition.
     """
@@ -61,6 +62,7 @@ class Note(msgspec.Struct, frozen=True):
     first: str
     last: str
     told: float
+    seen: float = 0.0
     kernel: int = 0
     nvml: int = 0
     place: str = ""
@@ -78,8 +80,15 @@ class Flaps(msgspec.Struct, frozen=True):
     lifted: float = 0.0
 
 
+class Waiting(msgspec.Struct, frozen=True):
+    """A bare code from NVML whose meaning is in a kernel log line that may still come. `since`: uptime."""
+
+    effect: Raise
+    since: float
+
+
 class DeviceState(msgspec.Struct, frozen=True):
-    """One device. `entries` by "<dimension>/<code>", `notes` by code, `flaps` by dimension.
+    """One device. `entries` by "<dimension>/<code>", `notes` by code, `waiting` by code, `flaps` by dimension.
 
     sampled, valid: uptime of the last poll and whether it found the GPU present and content.
     """
@@ -88,6 +97,7 @@ class DeviceState(msgspec.Struct, frozen=True):
     entries: dict[str, Entry] = {}
     notes: dict[str, Note] = {}
     flaps: dict[str, Flaps] = {}
+    waiting: dict[str, Waiting] = {}
     verdict: RecoveryAction = RecoveryAction.UNKNOWN
     sampled: float | None = None
     valid: bool = True

@@ -20,6 +20,7 @@ from gpunode.health.state import (
     Note,
     Step,
     Transition,
+    Waiting,
 )
 from gpunode.model.health import Clear, Dimension, Finding, GpuSample, Level, RecoveryAction
 
@@ -45,9 +46,12 @@ class Work:
 
     def apply(self, *effects: rules.Raise | rules.Seen) -> None:
         for effect in effects:
+            code = effect.code.partition("-")[0]
+            if code in rules.DETAILED and effect.kernel:
+                self._waiting_no_more(effect.device, code)
             if isinstance(effect, rules.Seen):
                 self._seen(effect)
-            else:
+            elif code not in rules.DETAILED or effect.kernel or not self._wait(effect):
                 self._raise(effect)
 
     def rebooted(self) -> None:
@@ -152,10 +156,14 @@ class Work:
             self._lift(device, key, why)
 
     def settle(self) -> None:
-        """Lift what has been in recovery for its hold-down, provided the GPU answers."""
+        """Raise what has waited for details in vain; lift what recovered for its hold-down, if the GPU answers."""
         for device in list(self.devices):
             state = self.devices[device]
-            for key, entry in list(state.entries.items()):
+            for code, held in state.waiting.items():
+                if not 0 <= self._now.uptime - held.since < _SAME_EVENT_S:
+                    self._waiting_no_more(device, code)
+                    self._raise(held.effect)
+            for key, entry in list(self.devices[device].entries.items()):
                 since = entry.recovering
                 if since is None:
                     continue
@@ -213,7 +221,6 @@ class Work:
             self._tell(effect.device, finding, "changed")
 
     def _seen(self, seen: rules.Seen) -> None:
-        self._refine(seen)
         state = self._get(seen.device)
         known = state.notes.get(seen.code)
         now, at = self._now.uptime, self._now.text
@@ -224,6 +231,7 @@ class Work:
             known,
             text=seen.message,
             last=at,
+            seen=now,
             told=now if due else known.told,
             kernel=known.kernel + seen.kernel,
             nvml=known.nvml + seen.nvml,
@@ -236,14 +244,30 @@ class Work:
             self._transitions.append(
                 Transition(at, seen.device, seen.dimension, seen.code, "noted", Level.HEALTHY, seen.message)
             )
+        if seen.worse is not None and note.count >= rules.REPEATS:
+            self._raise(seen.worse)
         if seen.code in rules.REPEATABLE and len(note.pids) >= self._policy.repeat_count:
             self._raise(rules.repeated(seen, len(note.pids)))
 
-    def _refine(self, seen: rules.Seen) -> None:
-        """NVML tells a code before the kernel log tells its details: the details may show it to be harmless."""
-        entry = self._get(seen.device).entries.get(f"{Dimension.XID}/{seen.code}")
-        if entry and seen.kernel and not entry.detailed and self._now.uptime - entry.last <= _SAME_EVENT_S:
-            self.end_code(seen.device, Dimension.XID, seen.code, "its details show it to be harmless")
+    def _wait(self, effect: rules.Raise) -> bool:
+        """Hold back a bare code from NVML while the kernel log line with its details may be on its way.
+
+        True when it is held back, or when its line came first and showed it to be harmless.
+        """
+        state, now = self._get(effect.device), self._now.uptime
+        if f"{effect.dimension}/{effect.code}" in state.entries:
+            return False
+        for code, note in state.notes.items():
+            if code.partition("-")[0] == effect.code and note.kernel and 0 <= now - note.seen <= _SAME_EVENT_S:
+                return True
+        if effect.code not in state.waiting:
+            self._update(effect.device, waiting={**state.waiting, effect.code: Waiting(effect, now)})
+        return True
+
+    def _waiting_no_more(self, device: str, code: str) -> None:
+        waiting = self._get(device).waiting
+        if code in waiting:
+            self._update(device, waiting={kept: held for kept, held in waiting.items() if kept != code})
 
     def _count_flap(self, device: str, dimension: Dimension) -> None:
         flaps = self._get(device).flaps
@@ -294,8 +318,8 @@ def _finding(effect: rules.Raise, since: str) -> Finding:
 
 def _supersedes(effect: rules.Raise, known: Entry) -> bool:
     """The driver's verdict is its latest word; details beat a bare code; otherwise the worse one stays."""
-    if effect.code == "154" or (effect.detailed and not known.detailed):
-        return True
+    if effect.code == "154" or effect.detailed != known.detailed:
+        return effect.detailed
     return SEVERITY[effect.level] > SEVERITY[known.finding.level]
 
 
