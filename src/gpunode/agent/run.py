@@ -8,13 +8,14 @@ from typing import Literal
 from gpunode.agent.claims import LiveClaims
 from gpunode.agent.faults import FaultOrders
 from gpunode.agent.injection import device_nodes
+from gpunode.agent.inventory import first_inventory
 from gpunode.agent.machine import Machine, open_machine
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
-from gpunode.hardware.discover import discover
 from gpunode.health.devices import device_map
 from gpunode.health.machine import HealthMachine
+from gpunode.health.signals import OperatorClear
 from gpunode.health.state import Transition
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError, ConfigError, UnreachableError
@@ -27,6 +28,7 @@ from gpunode.kubelet.health import DeviceReport, HealthFeed
 from gpunode.kubelet.plugin import KubeletPaths, KubeletPlugin, PluginError
 from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.resolve import Node
+from gpunode.model.faults import FaultOrder
 from gpunode.model.hardware import Inventory
 from gpunode.model.health import Level
 from gpunode.model.resource import ResourceSlice
@@ -42,11 +44,11 @@ async def run_agent(options: AgentOptions) -> None:
     machine = await asyncio.to_thread(open_machine, options)
     KubeletPaths(options.kubelet_dir, options.cdi_dir).prepare(options.driver)
     async with await Api.connect(options.kubeconfig, "gpunode-agent") as api:
-        inventory, about = await asyncio.gather(
-            asyncio.to_thread(discover, machine.nvml, machine.roots, options.node), _node(api, options.node)
-        )
+        about = await _node(api, options.node)
+        recorder = Recorder(api, "agent", options.instance or options.node)
+        inventory = await first_inventory(machine, recorder, about)
         logger.info("found %d GPUs, driver %s", len(inventory.gpus), inventory.driver_version or "unknown")
-        await _Agent(options, machine, api, about, inventory).run()
+        await _Agent(options, machine, api, recorder, about, inventory).run()
 
 
 async def _node(api: Api, name: str) -> ObjectRef:
@@ -59,7 +61,13 @@ class _Agent:
     """Holds the parts together: every change ends in `_publish`, which tells all readers of health the same."""
 
     def __init__(
-        self, options: AgentOptions, machine: Machine, api: Api, about: ObjectRef, inventory: Inventory
+        self,
+        options: AgentOptions,
+        machine: Machine,
+        api: Api,
+        recorder: Recorder,
+        about: ObjectRef,
+        inventory: Inventory,
     ) -> None:
         self._options = options
         self._machine = machine
@@ -67,11 +75,11 @@ class _Agent:
         self._about = about
         self._inventory = inventory
         self._slices = SliceConfig(driver=options.driver, node=options.node)
-        self._recorder = Recorder(api, "agent", options.instance or options.node)
+        self._recorder = recorder
         self._feed = HealthFeed()
         state = options.state_dir / "health.json"
         self._monitor = HealthMonitor(HealthMachine(), state, self._on_transitions)
-        self._publisher = Publisher(api, self._recorder, about, options.driver, self._plan)
+        self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
         paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
         self._held: frozenset[str] = frozenset()
         self._engine = PrepareEngine(
@@ -108,10 +116,18 @@ class _Agent:
                 tasks.create_task(self._announce())
                 if self._machine.execute is not None:
                     done = self._options.state_dir / "fault-orders-done.json"
-                    orders = FaultOrders(self._api, self._recorder, self._about, done, self._machine.execute)
+                    orders = FaultOrders(self._api, self._recorder, self._about, done, self._execute)
                     tasks.create_task(orders.run())
         finally:
             await self._plugin.stop()
+
+    async def _execute(self, order: FaultOrder) -> None:
+        """Carry out an order on the fake machine. A recovery is a board put right by a person, and told so."""
+        if self._machine.execute is None:
+            raise LookupError("this agent runs on real hardware")
+        await self._machine.execute(order)
+        if order.recover:
+            await self._monitor.put(OperatorClear(device=order.device, by=f"fault order {order.id}"))
 
     async def _announce(self) -> None:
         await self._publisher.published.wait()

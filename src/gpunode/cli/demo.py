@@ -91,7 +91,7 @@ async def _story(out: Console, cluster: "Cluster") -> None:
 
         _chapter(out, 4, "A second gang of 2 × 8 GPUs, for which there is no room")
         it.apply("too-large")
-        await it.until("a reason for the second gang", 20, lambda: it.placed("too-large")[0] == "False")
+        await it.until("a reason for the second gang", 20, lambda: it.placed("too-large")[1] == "WaitingForDevices")
         started = [p for p in it.members("too-large") if p.spec.node_name]
         out.print(f"{len(started)} of its 2 pods started. Why, in one sentence:")
         out.print(f"  [yellow]{escape(it.placed('too-large')[2])}[/yellow]")

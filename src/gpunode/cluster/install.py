@@ -59,7 +59,14 @@ def apply_manifests(cluster: Cluster) -> None:
     files = [f for folder in ("base", "fake") for f in sorted((root / folder).glob("*.yaml")) if f.name not in _LOCAL]
     # The namespace first: the others live in it.
     files.sort(key=lambda file: file.name != "namespace.yaml")
-    kubectl(cluster, "apply", "--server-side", *(part for file in files for part in ("-f", str(file))))
+    kubectl(
+        cluster,
+        "apply",
+        "--server-side",
+        "--force-conflicts",
+        "--field-manager=gpunode-install",
+        *(part for file in files for part in ("-f", str(file))),
+    )
 
 
 def kubectl(cluster: Cluster, *arguments: str) -> str:
