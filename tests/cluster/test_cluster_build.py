@@ -106,3 +106,16 @@ def test_the_go_of_the_package_is_found(cache, tmp_path, monkeypatch, go):
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     monkeypatch.delitem(sys.modules, "go", raising=False)
     assert build.find_go() == program
+
+
+@pytest.mark.parametrize(
+    ("total", "done", "elapsed", "words"),
+    [
+        (600, 0, 0.0, "about 10 min left"),
+        (600, 300, 150.0, "about 2 min left"),
+        (600, 500, 50.0, "about 10 s left"),
+        (600, 300, 1200.0, "about 20 min left"),
+    ],
+)
+def test_the_rest_is_estimated_from_what_the_first_part_took_here(total, done, elapsed, words):
+    assert build.remaining(total, done, elapsed) == words

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -76,6 +77,13 @@ def run_pod(cluster, name, node=None, **spec):
     wait_for(lambda: answers(cluster, account), "the default ServiceAccount")
     cluster.api.call("POST", "/api/v1/namespaces/default/pods", pod)
     kubectl(cluster, "wait", "--for=condition=Ready", f"pod/{name}", "--timeout=40s")
+
+
+def can_exec(cluster, pod):
+    try:
+        return kubectl(cluster, "exec", pod, "--", "true") == ""
+    except subprocess.CalledProcessError:
+        return False
 
 
 def answers(cluster, path):
@@ -242,14 +250,33 @@ def test_up_repairs_what_was_killed_and_pods_survive(cluster):
     assert all(cluster.processes.alive(name) for name in cluster.component_names())
     after = cluster.api.call("GET", "/api/v1/namespaces/default/pods/survivor")["status"]["containerStatuses"]
     assert [status["containerID"] for status in after] == [status["containerID"] for status in before]
-    assert kubectl(cluster, "exec", "survivor", "--", "echo", "alive") == "alive\n"
+    # A kubelet that has just started does not know its pods at once.
+    wait_for(lambda: can_exec(cluster, "survivor"), "exec into the surviving pod")
     run_pod(cluster, "after", cluster.nodes[0].name)
     assert cluster.processes.get("extra") == extra
 
 
-def test_a_second_node_more_joins(cluster):
+def test_another_node_joins(cluster):
     grown = up(ClusterSpec(NAME, nodes=3, port=PORT))
     assert grown.node_status() == dict.fromkeys(("gpu-node-0", "gpu-node-1", "gpu-node-2"), True)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.5])
+def test_an_up_that_was_killed_is_continued(seconds):
+    name = f"{NAME}-up"
+    code = "from gpunode.cluster.lifecycle import up; from gpunode.cluster.spec import ClusterSpec; "
+    code += f"up(ClusterSpec({name!r}, nodes=2, port={PORT + 20}))"
+    try:
+        with subprocess.Popen([sys.executable, "-c", code]) as first:
+            wait_for(layout(name).plan_file.exists, "the first command at work", 20)
+            time.sleep(seconds)
+            first.kill()
+        cluster = up(ClusterSpec(name, nodes=2, port=PORT + 20))
+        assert cluster.node_status() == {"gpu-node-0": True, "gpu-node-1": True}
+        run_pod(cluster, "a")
+    finally:
+        down(name)
+    assert traces(name) == {}
 
 
 @pytest.mark.parametrize("crash", ["nothing", "components", "everything and the state"])

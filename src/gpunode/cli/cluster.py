@@ -1,5 +1,6 @@
 """`gpunode cluster`: a real Kubernetes on this machine, without a container engine."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from gpunode.cli.output import Format, console, emit, fail
@@ -96,6 +97,8 @@ def status(
     """Show every process of the cluster and whether its node is Ready. Exit status 1 if a part is not running."""
     with _one_sentence():
         cluster = _existing(name)
+        if cluster.kubeconfig.exists() and not os.access(cluster.kubeconfig, os.R_OK):
+            raise ClusterError(f"{cluster.kubeconfig} cannot be read: run this as root")
         rows = _rows(cluster)
         if output is Format.TABLE:
             _print_table(cluster, rows)
@@ -200,11 +203,11 @@ def _one_sentence() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """On a terminal a bar with the remaining time, else a line a step; both on stderr."""
+    """On a terminal a bar, else a line a step; both on stderr."""
     if not sys.stderr.isatty():
         yield _line_reporter()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=1.0)
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,19 +168,29 @@ def build(kubernetes: str, report: Report, jobs: int | None = None) -> Binaries:
             for module in modules(kubernetes)
             if (parts := [part for part in module.components if not (module.directory / part.name).exists()])
         ]
-        total = sum(part.seconds for _, parts in pending for part in parts)
-        done = 0
+        total, done, started = sum(part.seconds for _, parts in pending for part in parts), 0, time.monotonic()
         for module, parts in pending:
             with tempfile.TemporaryDirectory(prefix="gpunode-build-") as work:
                 go = _Go(find_go(), Path(work))
                 report(f"Fetching {module.name} {module.version}", done / total)
                 _fetch(go, module)
                 for part in parts:
-                    report(f"Compiling {part.name} {module.version}", done / total)
+                    left = remaining(total, done, time.monotonic() - started)
+                    report(f"Compiling {part.name} {module.version}, {left}", done / total)
                     _compile(go, module, part, jobs)
                     done += part.seconds
     report("All binaries are built", 1.0)
     return find(kubernetes)
+
+
+def remaining(total: int, done: int, elapsed: float) -> str:
+    """How long the rest will take, in words: its known cost, scaled by what the part done took here.
+
+    total, done  in seconds on the machine that Component.seconds were measured on
+    elapsed      seconds spent on the part done
+    """
+    seconds = (total - done) * (elapsed / done if done else 1.0)
+    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def find_go() -> Path:

@@ -9,6 +9,7 @@ there for 127.0.0.0/8 untranslated, so that pods see nothing else of the host's 
 import json
 import os
 import re
+import shutil
 import subprocess
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -31,7 +32,9 @@ def ensure(plan: Plan) -> None:
     """Makes bridges and rules of the cluster; what exists is left as it is."""
     for node in plan.nodes:
         if not Path("/sys/class/net", node.bridge).exists():
-            _run(["ip", "link", "add", node.bridge, "type", "bridge"])
+            # A fixed address: else it follows the pods that come and go, and their neighbours' ARP entries are wrong.
+            mac = ":".join(f"{byte:02x}" for byte in b"\x02\x47" + node.address.packed)
+            _run(["ip", "link", "add", node.bridge, "address", mac, "type", "bridge"])
         _run(["ip", "address", "replace", f"{node.address}/24", "dev", node.bridge])
         _run(["ip", "link", "set", node.bridge, "up"])
         Path("/proc/sys/net/ipv4/conf", node.bridge, "route_localnet").write_text("1\n")
@@ -89,6 +92,8 @@ def remove(name: str) -> None:
         if link.get("master", "").startswith(prefix) or link["ifname"].startswith(prefix):
             # A veth goes by itself when its namespace does, so it may be gone by now.
             _succeeds(["ip", "link", "delete", link["ifname"]])
+    if shutil.which("iptables", path=_environment()["PATH"]) is None:
+        return
     for table in ("nat", "filter"):
         listed = _run(["iptables", "-w", "-t", table, "-S"]).splitlines()
         ours = [line.split() for line in listed if f"{_chain(name)}-" in line]
