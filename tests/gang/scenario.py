@@ -77,6 +77,7 @@ from gpunode.model.resource import (
 
 DRIVER = "gpu.gpunode.dev"
 NOW = datetime(2026, 11, 29, 12, 0, 0, tzinfo=UTC)
+CREATED = "2026-11-29T00:00:00Z"
 CONFIG = Config(drivers=frozenset({DRIVER}))
 
 
@@ -158,7 +159,7 @@ class Scenario:
         namespace = options.get("ns", "default")
         topology = (TopologyConstraint(key=options["topology"]),) if "topology" in options else ()
         self.groups[f"{namespace}/{name}"] = PodGroup(
-            metadata=ObjectMeta(name=name, namespace=namespace, creation_timestamp=options.get("at", "2026-11-29T00:00:00Z")),
+            metadata=ObjectMeta(name=name, namespace=namespace, creation_timestamp=options.get("at", CREATED)),
             spec=PodGroupSpec(
                 scheduling_policy=SchedulingPolicy(gang=GangPolicy(min_count=int(options.get("min", len(sizes))))),
                 scheduling_constraints=SchedulingConstraints(topology=topology) if topology else None,
@@ -186,7 +187,7 @@ class Scenario:
                 name=name,
                 namespace=namespace,
                 uid=f"uid-{name}",
-                creation_timestamp=options.get("at", "2026-11-29T00:00:00Z"),
+                creation_timestamp=options.get("at", CREATED),
                 annotations={DECISION_ANNOTATION: "000000000000"} if required else {},
                 deletion_timestamp="2026-11-29T11:59:00Z" if "terminating" in options else None,
                 owner_references=(
@@ -197,7 +198,7 @@ class Scenario:
                 node_name=node,
                 priority=int(options.get("prio", "0")),
                 affinity=Affinity(node_affinity=required) if required else None,
-                containers=(Container(name="c", resources=ContainerResources(requests={"cpu": options.get("cpu", "1")})),),
+                containers=(Container(resources=ContainerResources(requests={"cpu": options.get("cpu", "1")})),),
                 resource_claims=(PodResourceClaim(name="gpu", resource_claim_template_name="t"),) if size else (),
                 scheduling_gates=(*gate, *foreign),
                 scheduling_group=SchedulingGroup(pod_group_name=options["group"]) if "group" in options else None,

@@ -77,6 +77,7 @@ class Board:
         self.state = 0
         self._shapes: dict[object, Shape] = {}
         self._fits: dict[tuple[Shape, object], dict[str, tuple[int, Refusal | None]]] = {}
+        self._fitting: dict[tuple[Shape, object, tuple[str, ...]], tuple[int, tuple[str, ...] | Failure]] = {}
         self._static: dict[tuple[PodNeeds, str], Misfit | None] = {}
         self._held: dict[str, tuple[int, int]] = {}
         self._holders: dict[DeviceId, tuple[str, bool]] | None = None
@@ -152,6 +153,26 @@ class Board:
         answer = self._refusal(unit, node, choice)
         table[node] = (stamp, answer)
         return answer
+
+    def fitting(self, unit: Unit, nodes: tuple[str, ...], choice: Choice) -> tuple[str, ...] | Failure:
+        """Those of the nodes that take the unit now, or a failure that no node can cure."""
+        key = (unit.shape, _choice_key(choice), nodes)
+        known = self._fitting.get(key)
+        if known is not None and known[0] == self.state:
+            return known[1]
+        answer = self._all_fitting(unit, nodes, choice)
+        self._fitting[key] = (self.state, answer)
+        return answer
+
+    def _all_fitting(self, unit: Unit, nodes: tuple[str, ...], choice: Choice) -> tuple[str, ...] | Failure:
+        fitting: list[str] = []
+        for node in nodes:
+            refusal = self.refusal(unit, node, choice)
+            if refusal is None:
+                fitting.append(node)
+            elif isinstance(refusal, Failure) and refusal.permanent:
+                return refusal
+        return tuple(fitting)
 
     def stamp(self, node: str) -> int:
         """Changes whenever what is free on the node changes, and returns with it."""

@@ -16,9 +16,10 @@ def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) ->
     for action in actions:
         if isinstance(action, Place) and action.gang == gang_key:
             nodes = sorted({a.node for a in action.assignments})
-            text = f"fits now: {len(action.assignments)} pods go to {', '.join(nodes[:4])}"
+            count = len(action.assignments)
+            text = f"fits now: {'1 pod goes' if count == 1 else f'{count} pods go'} to {', '.join(nodes[:4])}"
             text += f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else ""
-            return Reason(ReasonCode.PLACED, text, {"pods": len(action.assignments), "nodes": len(nodes)})
+            return Reason(ReasonCode.PLACED, text, {"pods": count, "nodes": len(nodes)})
     return _settled(snapshot, gang_key)
 
 
@@ -36,7 +37,8 @@ def _settled(snapshot: Snapshot, gang_key: str) -> Reason:
     if not nodes:
         text = f"its {len(pods)} pods use no managed devices and carry no placement gate: kube-scheduler places them"
         return Reason(ReasonCode.PLACED, text, {"pods": len(pods)})
-    text = f"all {len(pods)} pods have their place, {bound} are bound, on {', '.join(nodes[:4])}"
+    subject = "its 1 pod has its place" if len(pods) == 1 else f"all {len(pods)} pods have their place"
+    text = f"{subject}, {bound} bound, on {', '.join(nodes[:4])}"
     text += f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else ""
     return Reason(ReasonCode.PLACED, text, {"pods": len(pods), "bound": bound, "nodes": len(nodes)})
 

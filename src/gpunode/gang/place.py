@@ -5,7 +5,7 @@ that order is exact; the bounded search is for the rest. All bounds are counts o
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Final
@@ -127,20 +127,16 @@ def settled(members: Sequence[Member], units: Sequence[Unit]) -> Choice:
     return fixed
 
 
-def _solve(board: Board, units: Sequence[Unit], nodes: Sequence[str], choice: Choice) -> tuple[Put, ...] | NoPlace:
+def _solve(board: Board, units: Sequence[Unit], nodes: tuple[str, ...], choice: Choice) -> tuple[Put, ...] | NoPlace:
     groups = _groups(units)
-    options: dict[int, list[str]] = {}
-    for number, group in enumerate(groups):
-        fitting: list[str] = []
-        for node in nodes:
-            refusal = board.refusal(group[0], node, choice)
-            if refusal is None:
-                fitting.append(node)
-            elif isinstance(refusal, Failure) and refusal.permanent:
-                return NoPlace(True, refusal)
+    options: list[tuple[str, ...]] = []
+    for group in groups:
+        fitting = board.fitting(group[0], nodes, choice)
+        if isinstance(fitting, Failure):
+            return NoPlace(True, fitting)
         if not fitting:
             return NoPlace(True)
-        options[number] = fitting
+        options.append(fitting)
     for order in (_compact, _best_fit, _worst_fit):
         mark = board.mark()
         puts = _greedy(board, groups, options, choice, order)
@@ -170,11 +166,11 @@ def _weight(unit: Unit) -> int:
     return sum(value for needs in unit.shape.needs for name, value in needs.requests if name == "cpu")
 
 
-Order = Callable[[Board, list[Unit], list[str], set[str]], Iterator[str]]
+Order = Callable[[Board, list[Unit], Sequence[str], set[str]], Iterator[str]]
 
 
 def _greedy(
-    board: Board, groups: list[list[Unit]], options: Mapping[int, list[str]], choice: Choice, order: Order
+    board: Board, groups: list[list[Unit]], options: Sequence[tuple[str, ...]], choice: Choice, order: Order
 ) -> tuple[Put, ...] | None:
     puts: list[Put] = []
     used: set[str] = set()
@@ -194,7 +190,7 @@ def _greedy(
     return tuple(puts)
 
 
-def _compact(board: Board, todo: list[Unit], nodes: list[str], used: set[str]) -> Iterator[str]:
+def _compact(board: Board, todo: list[Unit], nodes: Sequence[str], used: set[str]) -> Iterator[str]:
     """Fewest nodes: those the gang is on first, then the smallest that holds the rest, else the largest."""
     unit = todo[-1]
     free = {node: board.free(unit, node) for node in nodes}
@@ -220,14 +216,14 @@ def _while_it_fits(todo: list[Unit], node: str) -> Iterator[str]:
         yield node
 
 
-def _best_fit(board: Board, todo: list[Unit], nodes: list[str], used: set[str]) -> Iterator[str]:
+def _best_fit(board: Board, todo: list[Unit], nodes: Sequence[str], used: set[str]) -> Iterator[str]:
     """The fullest node that takes it."""
     free = {node: board.free(todo[-1], node) for node in nodes}
     for node in sorted(nodes, key=lambda n: (free[n], n not in used, n)):
         yield from _while_it_fits(todo, node)
 
 
-def _worst_fit(board: Board, todo: list[Unit], nodes: list[str], used: set[str]) -> Iterator[str]:
+def _worst_fit(board: Board, todo: list[Unit], nodes: Sequence[str], used: set[str]) -> Iterator[str]:
     """The emptiest node, one unit at a time."""
     heap = [(-board.free(todo[-1], node), node) for node in nodes]
     heapq.heapify(heap)

@@ -135,6 +135,7 @@ def _sentence(
 ) -> tuple[ReasonCode, str]:
     word = _word(board)
     size = lead.shape.size
+    one = word[:-1] if size == 1 else word
     need = _need(units, lead, word, topology)
     details = _details(survey)
     shown = f" ({', '.join(details)})" if details else ""
@@ -147,9 +148,9 @@ def _sentence(
         text = f"{need}; {survey.matching} devices match but none carries the managed taint yet{shown}"
         return ReasonCode.WAITING_FOR_TAINT, text
     if survey.capable == 0 and not survey.misfits and not survey.incomplete and not survey.invalid:
-        text = f"{need}; no node has {size} matching {word}, the most is {survey.most}{shown}"
+        text = f"{need}; no node has {size} matching {one}, the most is {survey.most}{shown}"
         return ReasonCode.NO_MATCHING_DEVICES, text
-    text = f"{need}; {survey.enough} of {survey.nodes} nodes have {size} free matching {word}{shown}"
+    text = f"{need}; {survey.enough} of {survey.nodes} nodes have {size} free matching {one}{shown}"
     text += _verdict(board, topology, lead, units, survey, domains, proved)
     if survey.enough and survey.fit == 0 and survey.misfits:
         return ReasonCode.NODE_FIT, text
@@ -166,9 +167,9 @@ def _word(board: Board) -> str:
 def _need(units: Sequence[Unit], lead: Unit, word: str, topology: str) -> str:
     sizes = Counter((u.shape.size, len(u.members)) for u in units)
     parts = [
-        f"{_pods(count * members)} × {size} {word}"
+        f"{_pods(count * members)} × {_count(size, word)}"
         if members == 1
-        else f"{_pods(count * members)} sharing {size} {word}"
+        else f"{_pods(count * members)} sharing {_count(size, word)}"
         for (size, members), count in sorted(sizes.items(), reverse=True)
         if size
     ] or [_pods(sum(len(u.members) for u in units))]
@@ -181,7 +182,7 @@ def _need(units: Sequence[Unit], lead: Unit, word: str, topology: str) -> str:
 
 
 def _pods(count: int) -> str:
-    return "1 pod" if count == 1 else f"{count} pods"
+    return _count(count, "pods")
 
 
 def _details(survey: _Survey) -> list[str]:
@@ -190,11 +191,10 @@ def _details(survey: _Survey) -> list[str]:
     parts += [f"{count} tainted {taint} on {node}" for (taint, node), count in _top(survey.tainted)]
     if survey.unmanaged and survey.unmanaged < survey.matching:
         parts.append(f"{survey.unmanaged} without the managed taint")
-    parts += [f"{count} {'node' if count == 1 else 'nodes'} {text}" for text, count in _top(survey.misfits)]
+    parts += [f"{_count(count, 'nodes')} {text}" for text, count in _top(survey.misfits)]
     if survey.incomplete:
-        parts.append(
-            f"{len(set(survey.incomplete))} pools are being updated, first {sorted(set(survey.incomplete))[0]}"
-        )
+        pools = sorted(set(survey.incomplete))
+        parts.append(f"{_count(len(pools), 'pools')} being updated, first {pools[0]}")
     if survey.invalid:
         parts.append(f"invalid pool {sorted(set(survey.invalid))[0]}")
     return parts
@@ -215,14 +215,21 @@ def _verdict(
 ) -> str:
     """What the plain count does not show."""
     size = max(lead.shape.size, 1)
+    leads = sum(1 for u in units if u.shape is lead.shape)
     if topology and lead.ask is not None:
         best = max(domains, key=lambda nodes: sum(board.free(lead, n) // size for n in nodes))
         value = board.snapshot.nodes[best[0]].metadata.labels.get(topology, "")
         room = sum(board.free(lead, n) // size for n in best)
-        return f"; the best {topology}, {value}, has room for {room} of {len(units)} pods"
+        if room < leads:
+            return f"; the best {topology}, {value}, has room for {room} of {leads} such pods"
     if survey.refusal and survey.fit == 0 and survey.enough:
         return f"; {survey.refusal}"
     room = sum(board.free(lead, n) // size for nodes in domains for n in nodes) if lead.ask is not None else 0
-    if room >= len(units) and survey.fit:
+    if room >= leads and survey.fit:
         return "; no arrangement of all pods exists" if proved else "; no arrangement was found within the search bound"
     return ""
+
+
+def _count(number: int, plural: str) -> str:
+    """`1 node`, `2 nodes`: for words that take an s."""
+    return f"{number} {plural[:-1] if number == 1 else plural}"
