@@ -8,7 +8,7 @@ from itertools import islice
 import pynvml
 
 from gpunode.hardware import sysfs
-from gpunode.hardware.mig import existing_instances
+from gpunode.hardware.mig import existing_instances, profiles
 from gpunode.hardware.nvml import Handle, Nvml, optional, text
 from gpunode.hardware.roots import Roots
 from gpunode.model.hardware import Fabric, Gpu, Inventory, Link, PciAddress
@@ -95,6 +95,7 @@ def _gpu(nvml: Nvml, roots: Roots, handle: Handle) -> Gpu:
     minor = optional(nvml.nvmlDeviceGetMinorNumber, handle)
     per_sm = _CORES_PER_SM.get(capability or (0, 0), _DEFAULT_CORES_PER_SM)
     mig_enabled = mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    kinds = profiles(nvml, handle) if mig_mode is not None else ()
     return Gpu(
         uuid=text(nvml.nvmlDeviceGetUUID(handle)),
         pci=pci,
@@ -110,7 +111,8 @@ def _gpu(nvml: Nvml, roots: Roots, handle: Handle) -> Gpu:
         serial=text(optional(nvml.nvmlDeviceGetSerial, handle) or ""),
         fabric=fabric(nvml, handle),
         mig_enabled=mig_enabled,
-        mig=existing_instances(nvml, handle) if mig_enabled else (),
+        mig=existing_instances(nvml, handle, kinds) if mig_enabled else (),
+        mig_profiles=kinds,
     )
 
 

@@ -63,6 +63,27 @@ class MigSlice:
 
 
 @dataclass(frozen=True)
+class MigProfile:
+    """A kind of GPU instance a board can be cut into, with what one such instance takes away from the GPU.
+
+    id: the driver's profile id (19 for 1g). slices: compute slices. starts, size: legal placements in memory slices.
+    """
+
+    name: str
+    id: int
+    slices: int
+    starts: tuple[int, ...]
+    size: int
+    memory_bytes: int
+    multiprocessors: int
+    copy_engines: int = 0
+    decoders: int = 0
+    encoders: int = 0
+    jpeg_engines: int = 0
+    ofa_engines: int = 0
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One physical GPU. Fields that the driver does not offer are None or empty."""
 
@@ -83,6 +104,7 @@ class Gpu:
     fabric: Fabric = Fabric("unsupported")
     mig_enabled: bool = False
     mig: tuple[MigSlice, ...] = ()
+    mig_profiles: tuple[MigProfile, ...] = ()
 
 
 @dataclass(frozen=True)

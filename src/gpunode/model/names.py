@@ -17,6 +17,8 @@ GANG_NAMESPACE_VALUE: Final = "enabled"
 
 # Device taint (NoSchedule) that keeps kube-scheduler from allocating devices the controller owns.
 MANAGED_TAINT: Final = "gpunode.dev/managed"
+# Device taint (NoSchedule) on what stays published only because a claim still holds it or its GPU's old layout.
+RETAINED_TAINT: Final = "gpunode.dev/retained"
 # Prefix of the taint keys that health puts on devices: gpunode.dev/xid, gpunode.dev/ecc, ...
 HEALTH_TAINT_PREFIX: Final = "gpunode.dev/"
 HEALTH_DIMENSIONS: Final = ("xid", "ecc", "remap", "fabric", "link", "presence", "prepare")

@@ -1,6 +1,7 @@
 """A fake machine as a whole: what an agent on fake hardware is given, and how faults reach it."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ class FakeMachine:
         if booted and kmsg is None:
             roots.kmsg.unlink(missing_ok=True)
         tree.build(state, roots)
+        state.capabilities = partial(tree.write_capabilities, state, roots)
         if booted:
             version = state.saved.driver_version
             kernel_log.append(roots.kmsg, f"NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  {version}")
@@ -104,6 +106,7 @@ class FakeMachine:
         if before != pynvml.NVML_GPU_RECOVERY_ACTION_NONE:
             gpu.saved.recovery = before
             self._verdict(gpu, pynvml.NVML_GPU_RECOVERY_ACTION_NONE)
+        self.state.layout_changed()
         kernel_log.append(self.roots.kmsg, f"GPU reset executed: {gpu.uuid}, success: true")
 
     def _driver(self, fault: faults.DriverReload | faults.DriverGone) -> None:

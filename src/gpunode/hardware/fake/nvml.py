@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pynvml
 
+from gpunode.hardware.board import BoardMigProfile
 from gpunode.hardware.fake.state import EventSet, FakeGpu, FakeState, MigInstance
 from gpunode.hardware.nvml import Handle
 
@@ -35,6 +36,16 @@ _ARCHITECTURES = {
 _CORES_PER_SM = {"7.0": 64, "7.5": 64, "8.0": 64}
 _SUPPORTED_EVENTS = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 _MAX_MIG = 7
+# These replace faulty memory by pages; rows came with Ampere.
+_PAGE_RETIREMENT = ("Volta", "Turing")
+# Compute slices by compute instance profile; numbers are NVML's.
+_COMPUTE_SLICES = {
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_1_SLICE: 1,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_2_SLICE: 2,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_3_SLICE: 3,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_4_SLICE: 4,
+    pynvml.NVML_COMPUTE_INSTANCE_PROFILE_7_SLICE: 7,
+}
 # A handle is a number that only this module reads: driver load, kind, GPU and instance.
 _GPU, _MIG, _INSTANCE, _COMPUTE, _EVENTS = 1, 2, 3, 4, 5
 
@@ -202,7 +213,25 @@ class FakeNvml:
         gpu = self._gpu(device)
         if not self.state.board.mig_profiles:
             _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return [int(gpu.saved.mig_enabled)] * 2
+        return [int(gpu.saved.mig_enabled), int(gpu.saved.mig_pending)]
+
+    def nvmlDeviceSetMigMode(self, device: Handle, mode: int) -> int:
+        """Ampere changes the mode only at the next reset: the returned status says so. Root only on real drivers."""
+        with self.state.changed:
+            gpu = self._gpu(device)
+            if not self.state.board.mig_profiles:
+                _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            if gpu.saved.instances and not mode:
+                _fail(pynvml.NVML_ERROR_IN_USE)
+            gpu.saved.mig_pending = bool(mode)
+            if gpu.saved.mig_enabled == bool(mode):
+                return int(pynvml.NVML_SUCCESS)
+            if self.state.board.architecture == "Ampere":
+                self.state.save()
+                return int(pynvml.NVML_ERROR_RESET_REQUIRED)
+            gpu.saved.mig_enabled = bool(mode)
+            self.state.layout_changed()
+        return int(pynvml.NVML_SUCCESS)
 
     def nvmlDeviceGetMaxMigDeviceCount(self, device: Handle) -> int:
         self._gpu(device)
@@ -231,9 +260,7 @@ class FakeNvml:
         return cast(c_void_p(number), pynvml.c_nvmlGpuInstance_t)
 
     def nvmlGpuInstanceGetInfo(self, gpuInstance: Handle) -> Any:
-        gpu, instance = self._lookup(gpuInstance, _INSTANCE)
-        if instance is None:
-            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        gpu, instance = self._instance(gpuInstance)
         profile = self.state.profile(instance.profile)
         info = pynvml.c_nvmlGpuInstanceInfo_t()
         info.device, info.id, info.profileId = device_handle(self.state, gpu), instance.gi, profile.id
@@ -253,10 +280,95 @@ class FakeNvml:
         info.memorySizeMB, info.name = found.memory_mib, f"MIG {found.name}".encode()
         return info
 
+    def nvmlDeviceGetGpuInstancePossiblePlacements(
+        self, device: Handle, profileId: int, placementsRef: Any, countRef: Any
+    ) -> int:
+        gpu = self._gpu(device)
+        if not gpu.saved.mig_enabled:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        profile = self._profile(profileId)
+        countRef._obj.value = len(profile.starts)
+        for place, start in zip(placementsRef or (), profile.starts, strict=False):
+            place.start, place.size = start, profile.size
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceCreateGpuInstanceWithPlacement(self, device: Handle, profileId: int, placement: Any) -> Handle:
+        with self.state.changed:
+            gpu = self._gpu(device)
+            if not gpu.saved.mig_enabled:
+                _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            profile, start = self._profile(profileId), int(placement._obj.start)
+            if start not in profile.starts or not self._fits(gpu, profile, start):
+                _fail(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+            taken = {i.gi for i in gpu.saved.instances}
+            gi = next(n for n in range(profile.slices != _MAX_MIG, _MAX_MIG + 2) if n not in taken)
+            gpu.saved.instances.append(MigInstance(gi=gi, profile=profile.name, start=start, compute=False))
+            self.state.layout_changed()
+            return self.nvmlDeviceGetGpuInstanceById(device, gi)
+
+    def nvmlDeviceGetGpuInstances(self, device: Handle, profileId: int, gpuInstancesRef: Any, countRef: Any) -> int:
+        gpu, profile = self._gpu(device), self._profile(profileId)
+        found = [i.gi for i in gpu.saved.instances if i.profile == profile.name]
+        countRef._obj.value = len(found)
+        for position, gi in enumerate(found):
+            gpuInstancesRef[position] = self.nvmlDeviceGetGpuInstanceById(device, gi)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlGpuInstanceDestroy(self, gpuInstance: Handle) -> int:
+        with self.state.changed:
+            gpu, instance = self._instance(gpuInstance)
+            if instance.compute:
+                _fail(pynvml.NVML_ERROR_IN_USE)
+            gpu.saved.instances.remove(instance)
+            self.state.layout_changed()
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlGpuInstanceGetComputeInstanceProfileInfoV(
+        self, device: Handle, profile: int, engProfile: int, version: int = 2
+    ) -> Any:
+        """device: the GPU instance. The compute instance that fills it is the only kind offered."""
+        _, instance = self._instance(device)
+        slices = self.state.profile(instance.profile).slices
+        if version != 2 or engProfile != 0 or _COMPUTE_SLICES.get(profile) != slices:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        info = pynvml.c_nvmlComputeInstanceProfileInfo_v2_t()
+        info.id, info.sliceCount, info.instanceCount = profile, slices, 1
+        return info
+
+    def nvmlGpuInstanceCreateComputeInstance(self, gpuInstance: Handle, profileId: int) -> Handle:
+        with self.state.changed:
+            gpu, instance = self._instance(gpuInstance)
+            if instance.compute or _COMPUTE_SLICES.get(profileId) != self.state.profile(instance.profile).slices:
+                _fail(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+            instance.compute = True
+            self.state.layout_changed()
+            return self._compute_handle(gpu, instance)
+
+    def nvmlGpuInstanceGetComputeInstances(
+        self, gpuInstance: Handle, profileId: int, computeInstancesRef: Any, countRef: Any
+    ) -> int:
+        gpu, instance = self._instance(gpuInstance)
+        match = instance.compute and _COMPUTE_SLICES.get(profileId) == self.state.profile(instance.profile).slices
+        countRef._obj.value = int(match)
+        if match:
+            computeInstancesRef[0] = self._compute_handle(gpu, instance)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlComputeInstanceDestroy(self, computeInstance: Handle) -> int:
+        with self.state.changed:
+            gpu, instance = self._lookup(computeInstance, _COMPUTE)
+            if instance is None or gpu.mig_uuid(instance) in self.state.busy:
+                _fail(pynvml.NVML_ERROR_IN_USE)
+            instance.compute = False
+            self.state.layout_changed()
+        return int(pynvml.NVML_SUCCESS)
+
     # Health
 
     def nvmlDeviceGetRemappedRows(self, device: Handle) -> tuple[int, int, int, int]:
         saved = self._gpu(device).saved
+        if self.state.board.architecture in _PAGE_RETIREMENT:
+            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return 0, int(saved.remap_pending or saved.remap_failed), int(saved.remap_pending), int(saved.remap_failed)
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Handle, errorType: int, counterType: int) -> int:
@@ -346,6 +458,29 @@ class FakeNvml:
     def _mig(self, handle: Handle) -> tuple[FakeGpu, MigInstance]:
         gpu, instance = self._lookup(handle, _MIG)
         return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    def _instance(self, handle: Handle) -> tuple[FakeGpu, MigInstance]:
+        gpu, instance = self._lookup(handle, _INSTANCE)
+        return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    def _compute_handle(self, gpu: FakeGpu, instance: MigInstance) -> Handle:
+        number = _number(self.state.epoch, _COMPUTE, gpu.index, instance.gi)
+        return cast(c_void_p(number), pynvml.c_nvmlComputeInstance_t)
+
+    def _profile(self, profile_id: int) -> BoardMigProfile:
+        found = next((p for p in self.state.board.mig_profiles if p.id == profile_id), None)
+        return found or _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def _fits(self, gpu: FakeGpu, profile: BoardMigProfile, start: int) -> bool:
+        """Memory slices are free and, with the new one, the engines suffice; the largest profile has all of them."""
+        there = [(self.state.profile(i.profile), i.start) for i in gpu.saved.instances]
+        slices = [s for p, first in [*there, (profile, start)] for s in range(first, first + p.size)]
+        whole = max(self.state.board.mig_profiles, key=lambda p: p.slices)
+        kinds = [p for p, _ in there] + [profile]
+        return len(set(slices)) == len(slices) and all(
+            sum(getattr(p, engine) for p in kinds) <= getattr(whole, engine)
+            for engine in ("copy_engines", "decoders", "encoders", "jpeg_engines", "ofa_engines")
+        )
 
     def _event_set(self, handle: Handle) -> tuple[int, EventSet]:
         self._ready()

@@ -3,6 +3,7 @@
 import threading
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class GpuSaved(msgspec.Struct, kw_only=True):
     fabric_summary: int = pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED
     fabric_mask: int = 0
     mig_enabled: bool = False
+    mig_pending: bool = False
     instances: list[MigInstance] = []
 
 
@@ -85,6 +87,7 @@ class FakeState:
     """The machine. `changed` guards everything and wakes those who wait for events.
 
     epoch: rises with each driver load; handles carry it. missing: NVML functions an older driver lacks.
+    busy: UUIDs of MIG devices that a process uses. capabilities: told after each change of the MIG layout.
     """
 
     board: Board
@@ -95,6 +98,8 @@ class FakeState:
     epoch: int = 1
     initialized: int = 0
     missing: set[str] = field(default_factory=set)
+    busy: set[str] = field(default_factory=set)
+    capabilities: Callable[[], None] | None = None
     event_sets: dict[int, EventSet] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -120,6 +125,12 @@ class FakeState:
     def profile(self, name: str) -> BoardMigProfile:
         return next(p for p in self.board.mig_profiles if p.name == name)
 
+    def layout_changed(self) -> None:
+        """MIG instances came or went: remember it and bring /proc up to date."""
+        self.save()
+        if self.capabilities is not None:
+            self.capabilities()
+
     def save(self) -> None:
         """Atomically, so that a killed agent finds the old or the new state."""
         temporary = self.file.with_suffix(".tmp")
@@ -143,8 +154,9 @@ def load_state(board: Board, node: str, file: Path, boot_id: str | None) -> tupl
 
 
 def fresh_gpu(board: Board, index: int, before: GpuSaved) -> GpuSaved:
-    """A GPU after a reset: as new, except that MIG mode survives (its instances do not)."""
-    return msgspec.structs.replace(_fresh(board, index), mig_enabled=before.mig_enabled)
+    """A GPU after a reset: as new, except that MIG mode survives (its instances do not) and a pending one begins."""
+    mode = before.mig_pending
+    return msgspec.structs.replace(_fresh(board, index), mig_enabled=mode, mig_pending=mode)
 
 
 def _fresh(board: Board, index: int) -> GpuSaved:

@@ -12,7 +12,8 @@ from gpunode.hardware.sysfs import parse_pci
 # Character device numbers of the NVIDIA driver: /proc/devices, major 195; uvm's major is dynamic, 510 is common.
 _NVIDIA_MAJOR = 195
 _UVM_MAJOR = 510
-CAPS_MAJOR = 511
+_CAPS_MAJOR = 511
+_ACCESS = "DeviceFileMinor: {}\nDeviceFileMode: 292\nDeviceFileModify: 1"
 _CONTROL = {
     "nvidiactl": (_NVIDIA_MAJOR, 255),
     "nvidia-modeset": (_NVIDIA_MAJOR, 254),
@@ -44,6 +45,26 @@ def build(state: FakeState, roots: Roots) -> None:
     _write(roots.proc / "sys/kernel/random/boot_id", state.saved.boot_id)
     version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {state.saved.driver_version}"
     _write(roots.proc / "driver/nvidia/version", version)
+    majors = {"nvidia": _NVIDIA_MAJOR, "nvidiactl": _NVIDIA_MAJOR, "nvidia-uvm": _UVM_MAJOR, "nvidia-caps": _CAPS_MAJOR}
+    listing = "\n".join(f"{major:3} {name}" for name, major in majors.items())
+    _write(roots.proc / "devices", f"Character devices:\n{listing}\n\nBlock devices:\n  8 sd")
+    write_capabilities(state, roots)
+
+
+def write_capabilities(state: FakeState, roots: Roots) -> None:
+    """/proc/driver/nvidia/capabilities: an `access` file for each GPU and compute instance that exists.
+
+    Minor numbers as in /proc/driver/nvidia-caps/mig-minors: 3 on, nine for each of 15 GPU instances of each GPU.
+    """
+    top = roots.proc / "driver/nvidia/capabilities"
+    shutil.rmtree(top, ignore_errors=True)
+    for gpu in state.gpus:
+        mig = top / f"gpu{gpu.index}" / "mig"
+        for instance in gpu.saved.instances:
+            minor = 3 + 9 * (15 * gpu.index + instance.gi)
+            _write(mig / f"gi{instance.gi}" / "access", _ACCESS.format(minor))
+            if instance.compute:
+                _write(mig / f"gi{instance.gi}" / "ci0" / "access", _ACCESS.format(minor + 1))
 
 
 def character_device(path: Path, major: int, minor: int) -> None:
