@@ -18,6 +18,7 @@ from gpunode.model.resource import (
     RequestPolicy,
     ResourceSlice,
     ResourceSliceSpec,
+    ValidRange,
 )
 from gpunode.slices.linter import drop_bad, lint
 
@@ -40,11 +41,15 @@ def counters(count: int) -> dict[str, Counter]:
     return {f"c{i}": Counter(value="1") for i in range(count)}
 
 
+def ranged(low: str, high: str, step: str) -> RequestPolicy:
+    return RequestPolicy(default=low, valid_range=ValidRange(min=low, max=high, step=step))
+
+
 BAD_DEVICES = {
     "name": (device("GPU_0"), "not a DNS label"),
     "no value": (device(attributes={"a": Attribute()}), "has 0 values"),
     "two values": (device(attributes={"a": Attribute(int_=1, string="x")}), "has 2 values"),
-    "long text": (device(attributes={"a": Attribute(string="x" * 65)}), "65 characters, the limit is 64"),
+    "long text": (device(attributes={"a": Attribute(string="x" * 65)}), "65 bytes, the limit is 64"),
     "version": (device(attributes={"a": Attribute(version="580.95.05")}), "not a semantic version"),
     "int": (device(attributes={"a": Attribute(int_=2**63)}), "64 bits"),
     "attribute name": (device(attributes={"a-b": Attribute(int_=1)}), "not [domain/]identifier"),
@@ -55,6 +60,30 @@ BAD_DEVICES = {
     "policy": (
         device(capacity={"memory": Capacity(value="1", request_policy=RequestPolicy(default="1"))}),
         "does not allow multiple allocations",
+    ),
+    "two bytes a letter": (device(attributes={"a": Attribute(string="ä" * 33)}), "66 bytes, the limit is 64"),
+    "range": (
+        device(
+            allow_multiple_allocations=True,
+            capacity={"m": Capacity(value="4Gi", request_policy=ranged("1Gi", "8Gi", "1Gi"))},
+        ),
+        "min <= default <= max <= 4Gi",
+    ),
+    "step": (
+        device(
+            allow_multiple_allocations=True,
+            capacity={"m": Capacity(value="4Gi", request_policy=ranged("1Gi", "3500Mi", "1Gi"))},
+        ),
+        "whole steps",
+    ),
+    "list": (
+        device(
+            allow_multiple_allocations=True,
+            capacity={
+                "m": Capacity(value="4Gi", request_policy=RequestPolicy(default="1Gi", valid_values=("2Gi", "1Gi")))
+            },
+        ),
+        "listed values must ascend",
     ),
     "taints": (device(taints=(TAINT,) * 17), "17 taints"),
     "taint key": (device(taints=(replace(TAINT, key="a b"),)), "not a label name"),

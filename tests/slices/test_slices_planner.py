@@ -10,8 +10,9 @@ from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level
 from gpunode.model.resource import ResourceSlice
 from gpunode.slices.changes import changes
 from gpunode.slices.describe import nvlink_domains, version_attribute
+from gpunode.slices.layout import slice_name
 from gpunode.slices.linter import lint
-from gpunode.slices.planner import SliceConfig, plan, slice_name
+from gpunode.slices.planner import SliceConfig, plan
 
 CONFIG = SliceConfig(driver="gpu.gpunode.dev", node="node-1")
 SINCE = "2026-01-02T03:04:05Z"
@@ -169,14 +170,18 @@ def test_a_vanished_device_stays_while_allocated_or_known_as_lost() -> None:
     gone = node(gpu(8))
     assert [d.name for d in plan(gone, NodeHealth(), CONFIG, before)[0].spec.devices] == ["gpu-0000-08-00-0"]
     kept = plan(gone, NodeHealth(), CONFIG, before, in_use=frozenset({"gpu-0000-07-00-0", "gpu-0000-99-00-0"}))
-    assert kept[0].spec.devices == before[0].spec.devices
+    assert [(d.name, [t.key for t in d.taints]) for d in kept[0].spec.devices] == [
+        ("gpu-0000-07-00-0", ["gpunode.dev/retained"]),
+        ("gpu-0000-08-00-0", []),
+    ]
+    assert kept[0].spec.devices[0].attributes == before[0].spec.devices[0].attributes
     lost = plan(gone, sick("gpu-0000-07-00-0", Dimension.PRESENCE, "lost"), CONFIG, before)
-    assert [(d.name, len(d.taints)) for d in lost[0].spec.devices] == [("gpu-0000-07-00-0", 1), ("gpu-0000-08-00-0", 0)]
+    assert [(d.name, len(d.taints)) for d in lost[0].spec.devices] == [("gpu-0000-07-00-0", 2), ("gpu-0000-08-00-0", 0)]
 
 
 def test_names_fit_and_stay_apart() -> None:
     long = [replace(CONFIG, node="n" * 252 + end) for end in "ab"]
-    names = [slice_name(c, 10) for c in long]
+    names = [slice_name(c, "10") for c in long]
     assert len({*names}) == 2
     assert max(map(len, names)) <= 253
     assert all(lint(plan(replace(node(), node=c.node), NodeHealth(), c)) == () for c in long)

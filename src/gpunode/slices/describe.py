@@ -1,8 +1,9 @@
 """One GPU as a DRA device: attribute and capacity names claims select by (design D6, D7)."""
 
 import re
+from dataclasses import dataclass
 
-from gpunode.model.hardware import Gpu, Inventory, device_name
+from gpunode.model.hardware import Gpu, Inventory, Nic, device_name
 from gpunode.model.quantity import format_bytes
 from gpunode.model.resource import Attribute, Capacity, Device
 
@@ -12,8 +13,9 @@ _VENDOR = re.compile(r"^(nvidia|amd|intel)\s+", re.IGNORECASE)
 
 
 def text_attribute(value: str) -> Attribute | None:
-    """Names come from firmware: unprintable characters go, the API's 64 characters hold, nothing means no attribute."""
-    clean = "".join(c for c in value if c.isprintable()).strip()[:_TEXT_LIMIT].strip()
+    """Names come from firmware: unprintable characters go, the API's 64 bytes hold, nothing means no attribute."""
+    clean = "".join(c for c in value if c.isprintable()).strip()
+    clean = clean.encode()[:_TEXT_LIMIT].decode(errors="ignore").strip()
     return Attribute(string=clean) if clean else None
 
 
@@ -28,12 +30,25 @@ def version_attribute(value: str) -> Attribute | None:
     return Attribute(version=".".join(str(int(p)) for p in [*parts, "0", "0"][:3]))
 
 
-def gpu_device(gpu: Gpu, inventory: Inventory, domain: str | None) -> Device:
+@dataclass(frozen=True)
+class NearestNic:
+    """The RDMA device a GPU should use; scope says what they share: "pcieRoot" or "numaNode"."""
+
+    nic: Nic
+    scope: str
+
+
+def gpu_device(gpu: Gpu, inventory: Inventory, domain: str | None, nearest: NearestNic | None = None) -> Device:
     """A whole GPU. domain: its NVLink domain, None while the fabric is still coming up."""
     capacity = {"memory": Capacity(value=format_bytes(gpu.memory_bytes))}
     if gpu.multiprocessors is not None:
         capacity["multiprocessors"] = Capacity(value=str(gpu.multiprocessors))
-    attributes = {"type": Attribute(string="gpu"), **_identity(gpu, inventory), **_links(gpu, domain), **_place(gpu)}
+    attributes = {
+        "type": Attribute(string="gpu"),
+        **_identity(gpu, inventory),
+        **_links(gpu, domain),
+        **_place(gpu, nearest),
+    }
     return Device(name=device_name(gpu.pci), attributes=attributes, capacity=capacity)
 
 
@@ -56,6 +71,30 @@ def nvlink_domains(inventory: Inventory) -> dict[str, str]:
         if uuid not in named:
             named |= dict.fromkeys(_component(uuid, neighbours), "n-" + _hex12(uuid))
     return spanning | named
+
+
+def nearest_nics(inventory: Inventory) -> dict[str, NearestNic]:
+    """By GPU UUID: an RDMA device under the same PCIe root, else on the same NUMA node. GPUs that share a root or
+    node are spread over its NICs in PCI order, as NCCL pairs them."""
+    rdma = [nic for nic in inventory.nics if nic.rdma]
+    found: dict[str, NearestNic] = {}
+    for gpu in inventory.gpus:
+        for scope, key in (("pcieRoot", _pcie_root), ("numaNode", _numa_node)):
+            place = key(gpu)
+            nics = [nic for nic in rdma if place is not None and key(nic) == place]
+            if nics:
+                beside = [g.uuid for g in inventory.gpus if key(g) == place]
+                found[gpu.uuid] = NearestNic(nics[beside.index(gpu.uuid) * len(nics) // len(beside)], scope)
+                break
+    return found
+
+
+def _pcie_root(device: Gpu | Nic) -> str | int | None:
+    return device.pcie_root or None
+
+
+def _numa_node(device: Gpu | Nic) -> str | int | None:
+    return device.numa_node
 
 
 def _component(start: str, neighbours: dict[str, set[str]]) -> set[str]:
@@ -95,8 +134,11 @@ def _links(gpu: Gpu, domain: str | None) -> dict[str, Attribute]:
     )
 
 
-def _place(gpu: Gpu) -> dict[str, Attribute]:
+def _place(gpu: Gpu, nearest: NearestNic | None) -> dict[str, Attribute]:
     place = {
+        "nearestNic": text_attribute(str(nearest.nic.pci) if nearest else ""),
+        "nearestRdma": text_attribute(nearest.nic.rdma if nearest else ""),
+        "nearestNicScope": text_attribute(nearest.scope if nearest else ""),
         f"{STANDARD}/pciBusID": Attribute(string=str(gpu.pci)),
         f"{STANDARD}/pcieRoot": text_attribute(gpu.pcie_root),
         f"{STANDARD}/numaNode": Attribute(int_=gpu.numa_node) if gpu.numa_node is not None else None,

@@ -18,6 +18,7 @@ from gpunode.model.resource import (
     CounterSet,
     Device,
     DeviceTaint,
+    RequestPolicy,
     ResourceSlice,
     ResourceSliceSpec,
 )
@@ -178,8 +179,8 @@ def _attribute(name: str, attribute: Attribute) -> list[str]:
     if attribute.int_ is not None and not -(2**63) <= attribute.int_ < 2**63:
         return [f"attribute {name} does not fit in 64 bits"]
     for value in (attribute.string, attribute.version):
-        if value is not None and len(value) > MAX_TEXT:
-            return [f"attribute {name} has {len(value)} characters, the limit is {MAX_TEXT}"]
+        if value is not None and (size := len(value.encode(errors="replace"))) > MAX_TEXT:
+            return [f"attribute {name} has {size} bytes, the limit is {MAX_TEXT}"]
     if attribute.version is not None and not _SEMVER.fullmatch(attribute.version):
         return [f"attribute {name}: {attribute.version!r} is not a semantic version"]
     return []
@@ -198,7 +199,30 @@ def _capacity(name: str, capacity: Capacity, *, shared: bool) -> list[str]:
         problems.append(f"capacity {name} restricts values but gives no default")
     if policy.valid_values and policy.valid_range:
         problems.append(f"capacity {name} gives both a list and a range of values")
-    return problems
+    return problems or _policy_values(name, capacity.value, policy)
+
+
+def _policy_values(name: str, value: str, policy: RequestPolicy) -> list[str]:
+    """Order and steps of the values a request may name; all of them are within the capacity."""
+    try:
+        total, default = parse_milli(value), parse_milli(policy.default or "0")
+        listed = [parse_milli(v) for v in policy.valid_values]
+        given = policy.valid_range
+        low, high, step = (parse_milli(v) if v else None for v in (given.min, given.max, given.step)) if given else (
+            None, None, None
+        )  # fmt: skip
+    except ValueError as error:
+        return [f"request policy of capacity {name}: {error}"]
+    if listed and (listed != sorted(set(listed)) or default not in listed or listed[-1] > total):
+        return [f"capacity {name}: listed values must ascend, hold the default and stay within {value}"]
+    if low is None:
+        return []
+    top = total if high is None else high
+    if not low <= default <= top <= total:
+        return [f"capacity {name}: a range needs min <= default <= max <= {value}"]
+    if step is not None and (step <= 0 or (default - low) % step or ((top - low) % step and high is not None)):
+        return [f"capacity {name}: default and max must be min plus whole steps"]
+    return []
 
 
 def _taints(taints: tuple[DeviceTaint, ...]) -> list[str]:
