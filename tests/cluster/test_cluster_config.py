@@ -20,7 +20,7 @@ def flags(argv):
 
 def commands(plan):
     return (
-        config.etcd(plan, LAYOUT),
+        config.etcd(plan, LAYOUT, PKI),
         config.apiserver(plan, PKI),
         config.controller_manager(plan, LAYOUT, PKI),
         config.scheduler(plan, LAYOUT),
@@ -31,8 +31,15 @@ def test_the_control_plane_listens_on_loopback_alone():
     etcd, *others = (flags(argv) for argv in commands(PLAN))
     assert {command["bind-address"] for command in others} == {"127.0.0.1"}
     listens = [etcd["listen-client-urls"], etcd["listen-peer-urls"]]
-    assert listens == ["http://127.0.0.1:17001", "http://127.0.0.1:17002"]
+    assert listens == ["https://127.0.0.1:17001", "https://127.0.0.1:17002"]
     assert [command["secure-port"] for command in others] == ["17000", "17003", "17004"]
+
+
+def test_etcd_lets_in_only_those_whom_its_own_authority_vouches_for():
+    etcd = flags(config.etcd(PLAN, LAYOUT, PKI))
+    for prefix in ("", "peer-"):
+        assert etcd[f"{prefix}client-cert-auth"] == "true"
+        assert etcd[f"{prefix}trusted-ca-file"] == str(PKI.etcd_ca.cert) != str(PKI.ca.cert)
 
 
 def test_two_clusters_have_no_port_in_common():

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,16 @@ def test_tokens_are_bound_to_their_node_and_limited_by_rbac(cluster):
         kubectl(cluster, "get", "nodes", kubeconfig=config)
     with pytest.raises(ClusterError, match="404"):
         cluster.token("default", "nobody")
+
+
+def test_etcd_refuses_whoever_has_no_certificate_of_its_authority(cluster):
+    context = ssl.create_default_context(cafile=str(cluster.layout.pki / "etcd-ca.crt"))
+    context.load_cert_chain(cluster.layout.pki / "admin.crt", cluster.layout.pki / "admin.key")
+    with pytest.raises(OSError), urllib.request.urlopen(f"https://127.0.0.1:{PORT + 1}/version", context=context):  # noqa: PT011
+        pass
+    context.load_cert_chain(cluster.layout.pki / "etcd-client.crt", cluster.layout.pki / "etcd-client.key")
+    with urllib.request.urlopen(f"https://127.0.0.1:{PORT + 1}/version", context=context) as answer:
+        assert "etcdserver" in answer.read().decode()
 
 
 def test_the_admission_policy_and_gang_apis_are_served(cluster):

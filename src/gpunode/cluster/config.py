@@ -23,8 +23,10 @@ _CLIENT_LIMITS: Final = ("--kube-api-qps=2000", "--kube-api-burst=4000")
 ISSUER: Final = "https://kubernetes.default.svc"
 
 
-def etcd(plan: Plan, layout: Layout) -> tuple[str, ...]:
-    client, peer = (f"http://127.0.0.1:{port}" for port in (plan.etcd_port, plan.etcd_peer_port))
+def etcd(plan: Plan, layout: Layout, pki: Pki) -> tuple[str, ...]:
+    """It holds every secret, and anyone on the machine can reach a loopback port: so it asks for a certificate."""
+    own = pki.directory / "etcd"
+    client, peer = (f"https://127.0.0.1:{port}" for port in (plan.etcd_port, plan.etcd_peer_port))
     return (
         "etcd",
         f"--data-dir={layout.state / 'etcd'}",
@@ -33,6 +35,16 @@ def etcd(plan: Plan, layout: Layout) -> tuple[str, ...]:
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=default={peer}",
+        *(
+            f"--{prefix}{flag}"
+            for prefix in ("", "peer-")
+            for flag in (
+                f"cert-file={own}.crt",
+                f"key-file={own}.key",
+                f"trusted-ca-file={pki.etcd_ca.cert}",
+                "client-cert-auth=true",
+            )
+        ),
         # A cluster that lives no longer than the machine's uptime does not pay for durability.
         "--unsafe-no-fsync",
         "--log-level=warn",
@@ -44,7 +56,10 @@ def apiserver(plan: Plan, pki: Pki) -> tuple[str, ...]:
     server, kubelet_client = pki.directory / "apiserver", pki.directory / "apiserver-kubelet"
     return (
         "kube-apiserver",
-        f"--etcd-servers=http://127.0.0.1:{plan.etcd_port}",
+        f"--etcd-servers=https://127.0.0.1:{plan.etcd_port}",
+        f"--etcd-cafile={pki.etcd_ca.cert}",
+        f"--etcd-certfile={pki.directory / 'etcd-client'}.crt",
+        f"--etcd-keyfile={pki.directory / 'etcd-client'}.key",
         "--bind-address=127.0.0.1",
         f"--secure-port={plan.spec.port}",
         f"--advertise-address={plan.nodes[0].address}",

@@ -71,7 +71,7 @@ def _start(plan: Plan, where: Layout, pki: Pki, binaries: Binaries, tools: HostT
         processes.start(argv[0], (binaries[argv[0]], *argv[1:]))
 
     with ThreadPoolExecutor(_PARALLEL_NODES) as pool:
-        run(config.etcd(plan, where))
+        run(config.etcd(plan, where, pki))
         run(config.apiserver(plan, pki))
         # containerd and the images take as long as the API server does, so they start beside it.
         runtimes = [pool.submit(_start_runtime, runner) for runner in runners]
@@ -165,6 +165,8 @@ def _write_identities(plan: Plan, where: Layout) -> Pki:
     alternative = (*(f"DNS:{name}" for name in names), *(f"IP:{address}" for address in addresses))
     pki.leaf("apiserver", "/CN=kube-apiserver", alternative)
     pki.leaf("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client")
+    pki.leaf("etcd", "/CN=etcd", ("IP:127.0.0.1",), ca="etcd-ca")
+    pki.leaf("etcd-client", "/CN=kube-apiserver", ca="etcd-ca")
     pki.leaf("front-proxy-client", "/CN=front-proxy-client", ca="front-proxy-ca")
     users = {ADMIN: pki.leaf(ADMIN, "/O=system:masters/CN=admin")}
     for name in ("kube-controller-manager", "kube-scheduler"):

@@ -35,6 +35,11 @@ class Pki:
         return self._pair("ca")
 
     @property
+    def etcd_ca(self) -> KeyPair:
+        """Of its own: whoever the cluster's authority vouches for, a node say, must not get into etcd."""
+        return self._pair("etcd-ca")
+
+    @property
     def front_proxy_ca(self) -> KeyPair:
         """Signs the certificate with which the API server calls aggregated API servers, and nothing else."""
         return self._pair("front-proxy-ca")
@@ -50,7 +55,7 @@ class Pki:
     def prepare(self) -> None:
         """The certificate authorities and the key that signs ServiceAccount tokens."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in ("ca", "front-proxy-ca"):
+        for name in ("ca", "etcd-ca", "front-proxy-ca"):
             self._certificate(name, f"/CN=gpunode-{name}", "basicConstraints=critical,CA:TRUE", ())
         key, public = self.service_account_key, self.service_account_public_key
         if not public.exists():
@@ -65,7 +70,7 @@ class Pki:
 
         subject  "/O=GROUP/CN=USER" in openssl's notation
         names    subject alternative names, "DNS:..." or "IP:..."
-        ca       which authority signs: "ca" or "front-proxy-ca"
+        ca       which authority signs: "ca", "etcd-ca" or "front-proxy-ca"
         """
         alternative = f"\nsubjectAltName={','.join(names)}" if names else ""
         extensions = f"basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth,serverAuth{alternative}"
