@@ -149,7 +149,8 @@ def test_fallen_off_the_bus_in_three_records_even_with_others_between() -> None:
 
 def test_fallen_off_the_bus_in_one_record() -> None:
     record = parse_record("3,5,6,-;" + "\\x0a".join(OFF_BUS) + "\n SUBSYSTEM=pci\n")
-    assert parse(record.text) == ((FallenOffBus(GPU),), Pending())
+    for text in (record.text, "\n".join(OFF_BUS)):
+        assert parse(text) == ((FallenOffBus(GPU),), Pending())
 
 
 def test_an_unsupported_board_is_not_off_the_bus() -> None:

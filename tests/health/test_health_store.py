@@ -10,7 +10,7 @@ import pytest
 from gpunode.health import store
 from gpunode.health.devices import DeviceMap
 from gpunode.health.machine import HealthMachine
-from gpunode.health.signals import FallenOffBus, XidSignal
+from gpunode.health.signals import FallenOffBus, OperatorClear, XidSignal
 from gpunode.health.state import HealthState, Instant
 from gpunode.model.hardware import PciAddress
 
@@ -80,3 +80,16 @@ def test_a_directory_in_the_way_is_reported(tmp_path: Path, state: HealthState) 
     path.mkdir()
     assert "cannot be read" in store.load(path).note
     assert "could not be saved" in store.save(path, state)
+
+
+def test_requests_are_given_once_oldest_first(tmp_path: Path) -> None:
+    path = tmp_path / "health.json"
+    assert store.take_requests(path) == ((), "")
+    for number in range(3):
+        store.request_clear(path, OperatorClear(f"gpu-{number}", by="me"))
+        os.utime(max((tmp_path / "health.json.requests").iterdir(), key=os.path.getmtime), (number, number))
+    (tmp_path / "health.json.requests" / "bad.json").write_text("{")
+    requests, problems = store.take_requests(path)
+    assert [request.device for request in requests] == ["gpu-0", "gpu-1", "gpu-2"]
+    assert "bad.json" in problems
+    assert store.take_requests(path) == ((), "")

@@ -92,14 +92,11 @@ class Pending:
 
 
 def parse_record(line: str) -> Record:
-    """A raw /dev/kmsg record, or a line of dmesg, syslog or `journalctl -k`, without what stands before its text.
-
-    /dev/kmsg writes a newline inside a record as the four characters \\x0a; they become a newline again.
-    """
+    """A raw /dev/kmsg record, or a line of dmesg, syslog or `journalctl -k`, without what stands before its text."""
     line = line[:MAX_LINE]
     if match := _RECORD.match(line):
         priority, sequence, usec = (int(part) for part in match.groups())
-        text = line[match.end() :].split("\n", 1)[0].replace("\\x0a", "\n")
+        text = line[match.end() :].split("\n", 1)[0]
         return Record(text, usec / 1e6, sequence, priority & 7)
     text, wall = line.rstrip("\r\n"), None
     if match := _SYSLOG.match(text):
@@ -119,13 +116,15 @@ def _wall(text: str | None) -> float | None:
 def parse(text: str, pending: Pending = Pending()) -> tuple[tuple[Signal, ...], Pending]:
     """Signals of one record's text, and what is left half read for the next call.
 
-    Never raises; text that is no GPU message gives no signal.
+    Never raises; text that is no GPU message gives no signal. A newline inside a record may also stand as the four
+    characters \\x0a, as /dev/kmsg writes it.
     """
+    text = text[:MAX_LINE].replace("\\x0a", "\n")
     if "\n" not in text:
-        signal, pending = _parse_line(text[:MAX_LINE], pending)
+        signal, pending = _parse_line(text, pending)
         return ((signal,) if signal else ()), pending
     signals = []
-    for line in text[:MAX_LINE].split("\n"):
+    for line in text.split("\n"):
         signal, pending = _parse_line(line, pending)
         if signal:
             signals.append(signal)
