@@ -25,15 +25,22 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "state"
 
 
+def can_bind(port):
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 @pytest.fixture
 def port():
-    """A port with four free ones after it, as far as one can tell."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return min(probe.getsockname()[1], 65000)
+    """A port that is free together with the four after it."""
+    return next(port for port in range(21000, 30000, 5) if all(can_bind(port + n) for n in range(5)))
 
 
-def test_a_port_in_use_is_named_and_nothing_is_left(root, port):
+def test_a_port_in_use_is_named_and_nothing_is_left(port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port + 3))
         other.listen(1)
@@ -45,7 +52,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left(root, port):
 
 def test_ports_of_our_own_running_processes_do_not_count(root, port):
     processes = Processes(root / "x")
-    plan = Plan(ClusterSpec("x", port=port), 0)
+    plan = Plan(ClusterSpec("x", port=port), 10)
     with socket.socket() as ours:
         ours.bind(("127.0.0.1", port))
         ours.listen(1)
