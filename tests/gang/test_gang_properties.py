@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from scenario import CONFIG, NOW, scenario
 
 from gpunode.gang.decide import Decider, decide
-from gpunode.gang.gangs import Ownership, find_gangs
+from gpunode.gang.gangs import Owners, Ownership, find_gangs
 from gpunode.model.gang import Action, Evict, Place, Report, Snapshot
 from gpunode.model.resource import ConsumerReference, ResourceClaimStatus
 
@@ -107,7 +107,7 @@ def _no_device_twice(snapshot: Snapshot) -> None:
 
 
 def _states(snapshot: Snapshot):  # type: ignore[no-untyped-def]
-    return find_gangs(snapshot, lambda claim: Ownership.OURS)
+    return find_gangs(snapshot, Owners(lambda claim: Ownership.OURS))
 
 
 def _whole_gangs(snapshot: Snapshot) -> None:

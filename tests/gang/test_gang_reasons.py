@@ -93,7 +93,7 @@ def test_a_failing_selector_is_quoted() -> None:
     [
         ("node n1\nnode n2\ngang g pods=8,8", "podgroup/default/g", "Placed: fits now: 2 pods go to n1, n2"),
         ("node n1\ngang g pods=8 bound=n1", "podgroup/default/g",
-         "Placed: its 1 pod has its place, 1 bound, on n1"),
+         "Placed: its 1 pod has its place on n1"),
         ("node n1\npod p gpus=8", "pod/default/p", "Placed: fits now: 1 pod goes to n1"),
         ("node n1", "podgroup/default/none", "WaitingForMembers: has no live pods"),
     ],

@@ -1,10 +1,10 @@
 """The DRA allocator as a pure function: which devices of one node serve a set of claims.
 
 Follows k8s.io/dynamic-resource-allocation/structured (incubating, v1.37): first fit in pool, slice and
-device order with backtracking. Two departures, both only a choice among answers that are equally valid there:
-devices that share a matchAttribute value are taken from the value with the fewest free devices that suffices,
-and interchangeable devices are tried once. The search is bounded by a count of device trials, so that a plan
-repeats on any machine.
+device order with backtracking. Departures, all only a choice among answers that are equally valid there: devices
+are taken from the matchAttribute value, or else from the NVLink domain and NUMA node, with the fewest free devices
+that suffice, so that whole groups stay whole; and interchangeable devices are tried once. The search is bounded by
+a count of device trials, so that a plan repeats on any machine.
 """
 
 import uuid
@@ -183,11 +183,22 @@ class _Search:
             shareable = any((want.index, p) in self._found.consumed for p in free)
             total = len(self._found.matching[want.index])
             text = f"needs {want.count} devices, {len(free)} of {total} matching are free"
-            ordered = free if len(free) >= want.count or (free and shareable) else []
+            ordered = self._packed(free, want.count) if len(free) >= want.count or (free and shareable) else []
         if not ordered:
             self._fail(number, want, FailureKind.NOT_ENOUGH, text)
             return None
         return ordered
+
+    def _packed(self, free: list[int], count: int) -> list[int]:
+        """Devices of the smallest group that has `count` free first; else of the largest groups first."""
+        groups: dict[object, list[int]] = {}
+        for position in free:
+            groups.setdefault(self._devices.devices[position].group, []).append(position)
+        if len(groups) < 2:
+            return free
+        enough = sorted((g for g in groups.values() if len(g) >= count), key=len)
+        short = sorted((g for g in groups.values() if len(g) < count), key=len, reverse=True)
+        return [p for g in (*enough, *short) for p in g]
 
     def _attribute(self, constraint: int, position: int) -> object:
         return self._devices.devices[position].attribute(self._ask.constraints[constraint].attribute)
@@ -260,7 +271,7 @@ class _Search:
                 roles = tuple(w for w, p in enumerate(self._found.usable) if position in p)
                 rest = tuple(w for w, p in enumerate(self._found.matching) if position in p)
                 values = tuple(device.attribute(c.attribute) for c in self._ask.constraints)
-                look = (device.id.driver, device.id.pool, roles, rest, values, device.counters)
+                look = (device.id.driver, device.id.pool, roles, rest, values, device.counters, device.group)
             self._looks[position] = look
         return look
 

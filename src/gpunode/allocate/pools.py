@@ -7,7 +7,7 @@ duplicate device or counter-set names, and references to counters that do not ex
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpunode.allocate.selectors import matches_node
 from gpunode.model.core import Node
@@ -21,6 +21,9 @@ from gpunode.model.resource import (
     NodeSelector,
     ResourceSlice,
 )
+
+# Attributes whose equal values mean that devices work best together: the driver's own, then the standard one.
+GROUP_ATTRIBUTES: Final = ("nvlinkDomain", "resource.kubernetes.io/numaNode")
 
 
 class DeviceId(NamedTuple):
@@ -45,6 +48,7 @@ class PoolDevice:
 
     managed: kube-scheduler is kept off it by the managed taint.
     counters: what it consumes, (counter set, counter) to thousandths.
+    group: devices with equal values belong together (NVLink domain, NUMA node); None where nothing is known.
     """
 
     id: DeviceId
@@ -52,6 +56,7 @@ class PoolDevice:
     taints: tuple[DeviceTaint, ...]
     managed: bool
     counters: tuple[tuple[tuple[str, str], int], ...] = ()
+    group: object = None
 
     def attribute(self, name: str) -> object:
         """Value of an attribute by its fully qualified name, typed; None where the device lacks it."""
@@ -67,7 +72,7 @@ class Pool:
     """One pool at its highest generation.
 
     invalid: why no device may be taken from it, or "". counters: capacity by (counter set, counter), thousandths.
-    local: the node's name if every slice is that node's.
+    local: the node's name if every slice is that node's. suspects: devices with a taint besides the managed one.
     """
 
     driver: str
@@ -79,6 +84,7 @@ class Pool:
     devices: tuple[PoolDevice, ...]
     slices: tuple[ResourceSlice, ...]
     counters: dict[tuple[str, str], int] = field(default_factory=dict)
+    suspects: dict[str, PoolDevice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,6 +159,7 @@ def build_pool(slices: list[ResourceSlice], rules: list[DeviceTaintRule]) -> Poo
         devices=devices,
         slices=current,
         counters=counters,
+        suspects={d.id.device: d for d in devices if any(t.key != MANAGED_TAINT for t in d.taints)},
     )
 
 
@@ -168,7 +175,13 @@ def _pool_device(id_: DeviceId, device: Device, rules: list[DeviceTaintRule]) ->
             for c in device.consumes_counters
             for name, counter in c.counters.items()
         ),
+        group=_group(device),
     )
+
+
+def _group(device: Device) -> object:
+    values = tuple(a.value if (a := device.attributes.get(name)) is not None else None for name in GROUP_ATTRIBUTES)
+    return values if any(v is not None for v in values) else None
 
 
 def _milli(text: str) -> int:

@@ -11,6 +11,7 @@ from gpunode.gang import reasons
 from gpunode.gang.board import Board, Choice, Put, Unit, location
 from gpunode.gang.gangs import GangState, Member
 from gpunode.gang.place import NoPlace, Placed, bundle, place_units, settled
+from gpunode.gang.settled import SURPLUS
 from gpunode.model.gang import Assignment, ClaimAllocation, Place, Reason, ReasonCode
 from gpunode.model.resource import Allocation
 
@@ -52,7 +53,7 @@ def admit(board: Board, state: GangState, now: datetime) -> Outcome:
         reason = _shortage(board, state, units, domains, placed)
         if not needed:
             return _outcome(state, (), units, _surplus(state, reason), now)
-        return Outcome(reason=reason)
+        return Outcome(reason=_lost(state, reason))
     left = _remaining(units, placed.puts)
     if not left:
         return _outcome(state, placed.puts, (), None, now)
@@ -159,10 +160,18 @@ def _remaining(units: Sequence[Unit], puts: Sequence[Put]) -> tuple[Unit, ...]:
     return tuple(u for u in units if id(u) not in done)
 
 
+def _lost(state: GangState, reason: Reason) -> Reason:
+    """A gang that has started and is below minCount says so first."""
+    if not state.placed:
+        return reason
+    text = f"only {len(state.placed)} of the {state.gang.min_count} pods it needs have their place; {reason.text}"
+    return Reason(reason.code, text, {**reason.facts, "running": len(state.placed)})
+
+
 def _surplus(state: GangState, reason: Reason, fresh: int = 0) -> Reason:
     """The gang runs; only members beyond minCount wait."""
     running = len(state.placed) + fresh
-    text = f"runs with {running} pods (minCount {state.gang.min_count}); the others wait: {reason.text}"
+    text = f"{SURPLUS}{running} pods (minCount {state.gang.min_count}); the others wait: {reason.text}"
     return Reason(ReasonCode.PLACED, text, {**reason.facts, "running": running})
 
 

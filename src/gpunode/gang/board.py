@@ -103,16 +103,19 @@ class Board:
         self._shift(pods, claims, 1)
 
     def _shift(self, pods: Iterable[Pod], claims: Iterable[ResourceClaim], sign: int) -> None:
+        touched: set[str] = set()
         for pod in pods:
             self._change_pod(pod, sign)
+            touched.add(location(pod, self.snapshot))
         for claim in claims:
             for result in _results(claim):
                 (self.usage.take_result if sign > 0 else self.usage.give_result)(result)
-        # Which nodes are touched is not tracked here: forget all that was remembered of them.
-        self._fits.clear()
-        self._held.clear()
+                pool = self.view.pools.get((result.driver, result.pool))
+                touched.add(pool.local if pool is not None else "")
         self._version += 1
         self.state = self._version
+        for node in touched:
+            self._versions[node] = self._version
 
     # -- units -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from gpunode.gang.board import Board
 from gpunode.gang.derived import Derived, View
 from gpunode.gang.faults import react, resumes
 from gpunode.gang.gangs import GangState, find_gangs
+from gpunode.gang.settled import afterwards
 from gpunode.model.gang import Action, Config, EnsureTaintRule, Report, Snapshot
 from gpunode.model.names import MANAGED_TAINT
 from gpunode.model.resource import DeviceTaintRule
@@ -28,7 +29,7 @@ class Decider:
         view = self._derived.begin(snapshot, config)
         actions: list[Action] = [EnsureTaintRule(d) for d in missing_rules(snapshot, view, config)]
         actions += resumes(snapshot)
-        states = find_gangs(snapshot, self._derived.owner(snapshot, view, config))
+        states = find_gangs(snapshot, self._derived.owners(snapshot, view, config))
         board = Board(snapshot, self._derived, view)
         stopped: set[str] = set()
         for state in states:
@@ -36,7 +37,7 @@ class Decider:
             if reaction is not None:
                 actions.append(reaction)
                 stopped.add(state.gang.key)
-        actions += _queue(board, states, stopped, now)
+        actions += _queue(board, states, stopped, now, config)
         return tuple(actions)
 
 
@@ -50,10 +51,15 @@ def decide(snapshot: Snapshot, now: datetime, config: Config) -> tuple[Action, .
     return Decider().decide(snapshot, now, config)
 
 
-def _queue(board: Board, states: Iterable[GangState], stopped: set[str], now: datetime) -> list[Action]:
+def _queue(board: Board, states: Iterable[GangState], stopped: set[str], now: datetime, config: Config) -> list[Action]:
     actions: list[Action] = []
     for state in states:
         if state.gang.key in stopped:
+            continue
+        if not state.waiting:
+            reason = afterwards(state, board.snapshot, now, config)
+            if reason is not None:
+                actions.append(Report(state.gang.key, reason))
             continue
         outcome = admit(board, state, now)
         if outcome.place is not None:

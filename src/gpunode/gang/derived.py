@@ -6,7 +6,7 @@ here changes an answer: a fresh Derived gives the same decisions, later.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -15,10 +15,13 @@ from gpunode.allocate.ask import Ask, Failure, build_ask
 from gpunode.allocate.cel import SelectorError, Selectors
 from gpunode.allocate.nodefit import PodNeeds, pod_needs
 from gpunode.allocate.pools import NodeDevices, Pool, build_pool, devices_on
-from gpunode.gang.gangs import Ownership
+from gpunode.gang.gangs import Owners, Ownership
 from gpunode.model.core import Pod
 from gpunode.model.gang import Config, Snapshot
 from gpunode.model.resource import DeviceClass, ResourceClaim
+
+# Extended resource that stands for a device class by its name (k8s.io/api/resource/v1 ResourceDeviceClassPrefix).
+IMPLICIT_EXTENDED_RESOURCE: Final = "deviceclass.resource.kubernetes.io/"
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -85,7 +88,8 @@ class Derived:
         self._classes: tuple[object, ...] = ()
         self._class_table: dict[str, DeviceClass] = {}
         self._asks: dict[tuple[bytes, ...], Ask | Failure] = {}
-        self._matches: dict[tuple[tuple[bytes, ...], NodeDevices], Match | SelectorError] = {}
+        self._matches: dict[tuple[bytes, ...], dict[str, tuple[NodeDevices, Match | SelectorError]]] = {}
+        self._used: set[tuple[bytes, ...]] = set()
         self._looks: dict[object, int] = {}
         self.trials: dict[object, tuple[tuple[int, int], ...] | Failure] = {}
 
@@ -99,8 +103,14 @@ class Derived:
             self.trials.clear()
         self._needs.trim(len(snapshot.pods))
         self._spec.trim(len(snapshot.claims))
-        if len(self.trials) > 200_000 or len(self._matches) > 8 * len(snapshot.nodes) + 100_000:
+        # What the last decision did not ask about is forgotten.
+        for table in (self._matches, self._asks):
+            for key in [k for k in table if k not in self._used]:
+                del table[key]
+        self._used.clear()
+        if len(self.trials) > 100_000 or len(self._looks) > 100_000:
             self._matches.clear()
+            self._looks.clear()
             self.trials.clear()
         return self._view(snapshot, config)
 
@@ -149,6 +159,7 @@ class Derived:
     def ask(self, claims: tuple[ResourceClaim, ...]) -> Ask | Failure:
         """The ask of some claims; parsed once for all claims with equal specs."""
         key = tuple(self.spec_key(c) for c in claims)
+        self._used.add(key)
         known = self._asks.get(key)
         if known is None:
             known = self._asks[key] = build_ask(claims, self._class_table)
@@ -156,16 +167,18 @@ class Derived:
 
     def match(self, key: tuple[bytes, ...], ask: Ask, devices: NodeDevices) -> Match:
         """Candidates of an ask on a node. Raises SelectorError."""
-        known = self._matches.get((key, devices))
-        if known is None:
+        table = self._matches.setdefault(key, {})
+        entry = table.get(devices.node)
+        if entry is None or entry[0] is not devices:
+            known: Match | SelectorError
             try:
                 known = self._match(key, ask, devices)
             except SelectorError as error:
                 known = error
-            self._matches[key, devices] = known
-        if isinstance(known, SelectorError):
-            raise known
-        return known
+            entry = table[devices.node] = (devices, known)
+        if isinstance(entry[1], SelectorError):
+            raise entry[1]
+        return entry[1]
 
     def _match(self, key: tuple[bytes, ...], ask: Ask, devices: NodeDevices) -> Match:
         found = candidates(ask, devices, self.selectors)
@@ -181,10 +194,14 @@ class Derived:
                   for n, c in enumerate(ask.constraints))
             for d in devices.devices
         )  # fmt: skip
-        look = (key, found.usable, found.matching, normal, len(devices.devices))
+        groups: dict[object, int] = {}
+        group = tuple(groups.setdefault(d.group, len(groups)) for d in devices.devices)
+        pools: dict[object, int] = {}
+        pool = tuple(pools.setdefault((d.id.driver, d.id.pool), len(pools)) for d in devices.devices)
+        look = (key, found.usable, found.matching, normal, group, pool)
         return Match(found, self._looks.setdefault(look, len(self._looks)), usable)
 
-    def owner(self, snapshot: Snapshot, view: View, config: Config) -> Callable[[ResourceClaim], Ownership]:
+    def owners(self, snapshot: Snapshot, view: View, config: Config) -> Owners:
         """Tells who allocates a claim: the drivers that its device classes select decide.
 
         A class is ours if it names one of our drivers, or if a published device of one meets its selectors.
@@ -197,7 +214,16 @@ class Derived:
                 return Ownership.MIXED if False in kinds else Ownership.OURS
             return Ownership.OTHERS if False in kinds else Ownership.UNKNOWN
 
-        return of
+        extended: set[str] = set()
+        for name, class_ in snapshot.classes.items():
+            if managed[name]:
+                extended.add(IMPLICIT_EXTENDED_RESOURCE + name)
+                extended.add(class_.spec.extended_resource_name or "")
+        # Where a node offers the name itself, a device plugin serves it there.
+        offered = {
+            n for node in snapshot.nodes.values() for n in extended if node.status.allocatable.get(n, "0") != "0"
+        }
+        return Owners(of, frozenset(extended - offered - {""}))
 
     def _is_managed(self, class_: DeviceClass, view: View, config: Config) -> bool:
         expressions = [s.cel.expression for s in class_.spec.selectors if s.cel is not None]

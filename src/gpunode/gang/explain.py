@@ -2,8 +2,9 @@
 
 from datetime import datetime
 
-from gpunode.gang.board import location
 from gpunode.gang.decide import decide
+from gpunode.gang.settled import placed_reason
+from gpunode.model.core import Pod
 from gpunode.model.gang import Config, Evict, Place, Reason, ReasonCode, Report, Snapshot
 
 
@@ -26,22 +27,13 @@ def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) ->
 def _settled(snapshot: Snapshot, gang_key: str) -> Reason:
     kind, _, key = gang_key.partition("/")
     pods = [
-        p for p in snapshot.pods.values()
-        if not p.finished and not p.terminating
-        and (p.metadata.key == key if kind == "pod" else _in_group(p.metadata.namespace, p.spec.scheduling_group, key))
-    ]  # fmt: skip
-    if not pods:
-        return Reason(ReasonCode.WAITING_FOR_MEMBERS, "has no live pods", {"pods": 0})
-    nodes = sorted({n for p in pods if (n := location(p, snapshot))})
-    bound = sum(1 for p in pods if p.spec.node_name)
-    if not nodes:
-        text = f"its {len(pods)} pods use no managed devices and carry no placement gate: kube-scheduler places them"
-        return Reason(ReasonCode.PLACED, text, {"pods": len(pods)})
-    subject = "its 1 pod has its place" if len(pods) == 1 else f"all {len(pods)} pods have their place"
-    text = f"{subject}, {bound} bound, on {', '.join(nodes[:4])}"
-    text += f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else ""
-    return Reason(ReasonCode.PLACED, text, {"pods": len(pods), "bound": bound, "nodes": len(nodes)})
+        pod
+        for pod in snapshot.pods.values()
+        if not pod.finished and not pod.terminating and (pod.metadata.key if kind == "pod" else _group_of(pod)) == key
+    ]
+    return placed_reason(pods, snapshot)
 
 
-def _in_group(namespace: str, group: object, key: str) -> bool:
-    return group is not None and f"{namespace}/{getattr(group, 'pod_group_name', None)}" == key
+def _group_of(pod: Pod) -> str:
+    group = pod.spec.scheduling_group
+    return f"{pod.metadata.namespace}/{group.pod_group_name}" if group is not None else ""

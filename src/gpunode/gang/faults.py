@@ -6,18 +6,19 @@ keeps running and the fault is reported. A missing or incomplete pool says nothi
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from msgspec.structs import replace
 
 from gpunode.allocate.allocator import tolerated
 from gpunode.allocate.ask import Failure
-from gpunode.allocate.pools import DeviceId, PoolDevice, result_id
+from gpunode.allocate.pools import DeviceId, result_id
 from gpunode.gang.admit import decision_id, topology_domains
 from gpunode.gang.board import Board, location
 from gpunode.gang.derived import View
 from gpunode.gang.gangs import GangState, Member, Stage
 from gpunode.gang.place import Placed, bundle, place_units
+from gpunode.gang.times import parse_time
 from gpunode.model.core import Affinity, Job, NodeAffinity, Pod
 from gpunode.model.gang import Evict, Reason, ReasonCode, Report, Resume, Snapshot
 from gpunode.model.names import (
@@ -88,7 +89,7 @@ def _effective_taint(result: AllocationResult, view: View, now: datetime) -> Dev
     pool = view.pools.get((result.driver, result.pool))
     if result.admin_access or pool is None or not pool.complete:
         return None
-    device: PoolDevice | None = next((d for d in pool.devices if d.id.device == result.device), None)
+    device = pool.suspects.get(result.device)
     for taint in device.taints if device is not None else ():
         harmful = taint.key in HEALTH_KEYS and taint.effect in ("NoSchedule", "NoExecute")
         if harmful and _expired(taint, result, now):
@@ -108,15 +109,6 @@ def _expired(taint: DeviceTaint, result: AllocationResult, now: datetime) -> boo
     seconds = [t.toleration_seconds for t in matching if t.toleration_seconds is not None]
     since = parse_time(taint.time_added)
     return bool(seconds) and since is not None and now >= since + timedelta(seconds=max(min(seconds), 0))
-
-
-def parse_time(text: str | None) -> datetime | None:
-    """An API timestamp (RFC 3339) as an aware datetime; None for none and for text that is no timestamp."""
-    try:
-        value = datetime.fromisoformat(text) if text else None
-    except ValueError:
-        return None
-    return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
 
 
 def react(board: Board, state: GangState, now: datetime) -> Evict | Report | None:

@@ -37,6 +37,7 @@ class Member:
 
     claims: those we allocate, and allocated ones of others (they bind the pod to nodes).
     absent: names of claims that do not exist yet. mixed: keys of claims that nobody can allocate.
+    extended: an extended resource it asks for that stands for managed devices, or "".
     """
 
     key: str
@@ -48,6 +49,7 @@ class Member:
     absent: tuple[str, ...]
     ours: bool
     mixed: tuple[str, ...] = ()
+    extended: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +70,17 @@ class GangState:
         return tuple(m for m in self.members if m.stage is not Stage.WAITING)
 
 
-Owner = Callable[[ResourceClaim], Ownership]
+@dataclass(frozen=True)
+class Owners:
+    """of: who allocates a claim. extended: names of extended resources that stand for managed device classes."""
+
+    of: Callable[[ResourceClaim], Ownership]
+    extended: frozenset[str] = frozenset()
 
 
-def find_gangs(snapshot: Snapshot, owner: Owner) -> tuple[GangState, ...]:
-    """All gangs that are ours: a member carries our gate or has a claim that we allocate.
+def find_gangs(snapshot: Snapshot, owners: Owners) -> tuple[GangState, ...]:
+    """All gangs that are ours: a member carries our gate, has a claim that we allocate, or asks for managed devices
+    as an extended resource (which nobody can serve, and is told so).
 
     Ordered by priority (highest first), creation time and key.
     """
@@ -92,9 +100,9 @@ def find_gangs(snapshot: Snapshot, owner: Owner) -> tuple[GangState, ...]:
         if podgroup is not None and podgroup.spec.scheduling_policy.gang is None:
             single.extend(pods)
         else:
-            states.append(_group(key, podgroup, pods, snapshot, owner))
-    states += [_single(pod, snapshot, owner) for pod in single if not pod.finished]
-    ours = [s for s in states if any(m.gated or m.ours for m in s.members)]
+            states.append(_group(key, podgroup, pods, snapshot, owners))
+    states += [_single(pod, snapshot, owners) for pod in single if not pod.finished]
+    ours = [s for s in states if any(m.gated or m.ours or m.extended for m in s.members)]
     return tuple(sorted(ours, key=lambda s: (-s.gang.priority, s.gang.created, s.gang.key)))
 
 
@@ -106,10 +114,10 @@ def rank(pod: Pod) -> tuple[int, int, str]:
     return 1, 0, pod.metadata.name
 
 
-def _group(key: str, podgroup: PodGroup | None, pods: list[Pod], snapshot: Snapshot, owner: Owner) -> GangState:
+def _group(key: str, podgroup: PodGroup | None, pods: list[Pod], snapshot: Snapshot, owners: Owners) -> GangState:
     live = sorted((p for p in pods if not p.finished and not p.terminating), key=rank)
     namespace, _, name = key.rpartition("/")
-    members = tuple(member(p, snapshot, owner) for p in live)
+    members = tuple(member(p, snapshot, owners) for p in live)
     terminating = tuple(sorted((p for p in pods if p.terminating), key=rank))
     policy = podgroup.spec.scheduling_policy.gang if podgroup else None
     constraints = podgroup.spec.scheduling_constraints if podgroup else None
@@ -126,7 +134,7 @@ def _group(key: str, podgroup: PodGroup | None, pods: list[Pod], snapshot: Snaps
         finished=sum(1 for p in pods if p.status.phase == "Succeeded"),
         topology=topology,
     )
-    problem = _group_problem(gang, podgroup, live) or _mixed_problem(members)
+    problem = _group_problem(gang, podgroup, live) or _claim_problem(members)
     return GangState(gang, members, terminating, problem)
 
 
@@ -153,7 +161,14 @@ def _group_problem(gang: Gang, podgroup: PodGroup | None, pods: list[Pod]) -> Re
     return None
 
 
-def _mixed_problem(members: tuple[Member, ...]) -> Reason | None:
+def _claim_problem(members: tuple[Member, ...]) -> Reason | None:
+    extended = [m for m in members if m.extended and m.stage is not Stage.BOUND]
+    if extended:
+        text = (
+            f"pod {extended[0].key} asks for the extended resource {extended[0].extended}, whose claim kube-scheduler "
+            "makes at the last moment and nobody can allocate ahead: use a ResourceClaim, or a node that is not managed"
+        )
+        return Reason(ReasonCode.INVALID, text, {"resource": extended[0].extended})
     mixed = [key for m in members for key in m.mixed]
     if not mixed:
         return None
@@ -161,7 +176,7 @@ def _mixed_problem(members: tuple[Member, ...]) -> Reason | None:
     return Reason(ReasonCode.INVALID, text, {"claim": mixed[0]})
 
 
-def _single(pod: Pod, snapshot: Snapshot, owner: Owner) -> GangState:
+def _single(pod: Pod, snapshot: Snapshot, owners: Owners) -> GangState:
     key = pod.metadata.key
     gang = Gang(
         key=f"pod/{key}",
@@ -174,11 +189,11 @@ def _single(pod: Pod, snapshot: Snapshot, owner: Owner) -> GangState:
     )
     if pod.terminating:
         return GangState(gang, (), (pod,))
-    own = (member(pod, snapshot, owner),)
-    return GangState(gang, own, (), _mixed_problem(own))
+    own = (member(pod, snapshot, owners),)
+    return GangState(gang, own, (), _claim_problem(own))
 
 
-def member(pod: Pod, snapshot: Snapshot, owner: Owner) -> Member:
+def member(pod: Pod, snapshot: Snapshot, owners: Owners) -> Member:
     """A pod with its claims and its stage."""
     namespace = pod.metadata.namespace
     generated = {s.name: s.resource_claim_name for s in pod.status.resource_claim_statuses}
@@ -194,7 +209,7 @@ def member(pod: Pod, snapshot: Snapshot, owner: Owner) -> Member:
         if claim is None:
             absent.append(reference.name)
             continue
-        ownership = owner(claim)
+        ownership = owners.of(claim)
         ours = ours or ownership in (Ownership.OURS, Ownership.MIXED)
         if ownership is Ownership.MIXED:
             mixed.append(claim.metadata.key)
@@ -214,4 +229,14 @@ def member(pod: Pod, snapshot: Snapshot, owner: Owner) -> Member:
         absent=tuple(absent),
         ours=ours,
         mixed=tuple(mixed),
+        extended=_extended(pod, owners.extended) if owners.extended else "",
     )
+
+
+def _extended(pod: Pod, names: frozenset[str]) -> str:
+    """The first managed extended resource that a container of the pod asks for, or ""."""
+    for container in (*pod.spec.containers, *pod.spec.init_containers):
+        for name in (*container.resources.requests, *container.resources.limits):
+            if name in names:
+                return name
+    return ""

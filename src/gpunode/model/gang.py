@@ -27,7 +27,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Config:
-    """What an administrator can set. `drivers` are the DRA drivers whose devices the controller owns."""
+    """What an administrator can set. `drivers` are the DRA drivers whose devices the controller owns.
+
+    release_timeout_s: how long a placed pod may stay unbound before its gang's reason says so.
+    """
 
     drivers: frozenset[str]
     release_timeout_s: float = 30.0
@@ -63,6 +66,7 @@ class ReasonCode(StrEnum):
     WAITING_FOR_RELEASE = "WaitingForRelease"
     WAITING_FOR_TAINT = "WaitingForManagedTaint"
     FOREIGN_GATE = "WaitingForForeignGate"
+    WAITING_FOR_BINDING = "WaitingForBinding"
     NO_SUCH_CLASS = "DeviceClassNotFound"
     NO_MATCHING_DEVICES = "NoMatchingDevices"
     SELECTOR_ERROR = "SelectorError"
