@@ -153,6 +153,12 @@ def test_fallen_off_the_bus_in_one_record() -> None:
         assert parse(text) == ((FallenOffBus(GPU),), Pending())
 
 
+@pytest.mark.parametrize("newline", ["\n", "\\x0a"])
+def test_a_name_with_a_newline_in_it_forges_nothing(newline: str) -> None:
+    assert parse(f"EXT4-fs: bad file a{newline}{X}): 79, off")[0] == ()
+    assert parse(f"NVRM: GPU note{newline}{X}): 79, off")[0] == (XidSignal(GPU, 79, text="off"),)
+
+
 def test_an_unsupported_board_is_not_off_the_bus() -> None:
     assert feed((OFF_BUS[0], OFF_BUS[1].replace("has", "is not"), "NVRM: supported by the driver")) == []
 

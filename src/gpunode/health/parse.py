@@ -117,14 +117,12 @@ def parse(text: str, pending: Pending = Pending()) -> tuple[tuple[Signal, ...], 
     """Signals of one record's text, and what is left half read for the next call.
 
     Never raises; text that is no GPU message gives no signal. A newline inside a record may also stand as the four
-    characters \\x0a, as /dev/kmsg writes it.
+    characters \\x0a, as /dev/kmsg writes it. Only the driver's own records are read past their first line: others
+    may quote names that a user chose, newlines included.
     """
-    text = text[:MAX_LINE].replace("\\x0a", "\n")
-    if "\n" not in text:
-        signal, pending = _parse_line(text, pending)
-        return ((signal,) if signal else ()), pending
+    lines = text[:MAX_LINE].replace("\\x0a", "\n").split("\n")
     signals = []
-    for line in text.split("\n"):
+    for line in lines if lines[0].startswith("NVRM: ") else lines[:1]:
         signal, pending = _parse_line(line, pending)
         if signal:
             signals.append(signal)
