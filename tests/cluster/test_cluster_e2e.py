@@ -103,12 +103,7 @@ def traces(name, containers=()):
 
     where = layout(name)
     links = [link["ifname"] for link in json.loads(output("ip", "-j", "link")) if bridge_prefix(name) in str(link)]
-    rules = [
-        line
-        for table in ("nat", "filter")
-        for line in output("iptables", "-w", "-t", table, "-S").splitlines()
-        if tag(name) in line
-    ]
+    rules = [line for line in iptables() if tag(name) in line]
     mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(where.state) in line]
     cgroups = [str(path) for one in containers for path in Path("/sys/fs/cgroup").glob(f"**/k8s.io/{one}")]
     left = {
@@ -120,6 +115,14 @@ def traces(name, containers=()):
         "state": [str(path) for path in where.state.rglob("*")] if where.state.exists() else [],
     }
     return {what: found for what, found in left.items() if found}
+
+
+def iptables():
+    lines = []
+    for table in ("nat", "filter", "mangle"):
+        argv = ("iptables", "-w", "-t", table, "-S")
+        lines += subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines()
+    return lines
 
 
 def container_ids(cluster):
@@ -179,7 +182,7 @@ def test_the_hosts_loopback_is_closed_to_a_pod_that_forges_routes(cluster):
     inside = ("nsenter", "-t", str(min(container_pids([container]))), "-n", "--")
     for argv in (
         ("sysctl", "-w", "net.ipv4.conf.all.route_localnet=1"),
-        ("ip", "link", "set", "lo", "down"),
+        ("ip", "address", "del", "127.0.0.1/8", "dev", "lo"),
         ("ip", "route", "add", "127.0.0.0/8", "via", cluster.nodes[1].address),
     ):
         subprocess.run([*inside, *argv], check=True, capture_output=True)
@@ -306,6 +309,7 @@ def test_an_up_that_was_killed_is_continued(seconds):
 @pytest.mark.parametrize("crash", ["nothing", "components", "everything and the state"])
 def test_down_leaves_nothing(crash):
     name = f"{NAME}-down"
+    rules_before = set(iptables())
     cluster = up(ClusterSpec(name, nodes=1, port=PORT + 10))
     try:
         run_pod(cluster, "a")
@@ -327,6 +331,8 @@ def test_down_leaves_nothing(crash):
     finally:
         down(name)
     assert traces(name, ids) == {}
+    # Other clusters may have come up meanwhile; their chains bear our name, kubelet's and the plugins' would not.
+    assert [line for line in set(iptables()) - rules_before if "GPUNODE-" not in line] == []
     assert {pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)} == set()
     assert not Path(f"/proc/{extra.pid}").exists() or is_zombie(extra.pid)
     assert load(name) is None

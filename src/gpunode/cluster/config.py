@@ -155,6 +155,8 @@ def kubelet_config(plan: Plan, node: NodePlan, layout: Layout, pki: Pki) -> str:
             "enforceNodeAllocatable": [],
             "failCgroupV1": False,
             "failSwapOn": False,
+            # They would stay in the host's tables, and what they guard against is guarded against in network.
+            "makeIPTablesUtilChains": False,
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "50Mi"},
             "resolvConf": str(layout.node(node).root / "resolv.conf"),
