@@ -42,9 +42,11 @@ async def give_order(api: Api, node: str, order: FaultOrder) -> None:
     while loop.time() < deadline:
         events, _ = await api.list("/api/v1/namespaces/default/events", _Event, params)
         for event in events:
-            if order.id in event.message:
-                if event.reason == "FaultInjected":
-                    return
+            if order.id not in event.message:
+                continue
+            if event.reason == "FaultInjected":
+                return
+            if event.reason == "FaultOrderRefused":
                 raise OrderError(f"the agent on {node} refused: {event.message}")
         await asyncio.sleep(0.1)
     raise OrderError(

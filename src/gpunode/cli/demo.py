@@ -66,9 +66,7 @@ async def _story(out: Console, cluster: "Cluster") -> None:
     from gpunode.cluster.story import stage
 
     async with stage(cluster) as it:
-        for example in ("train", "too-large"):
-            it.delete(example)
-        await it.until("the pods of an earlier demo are gone", 90, lambda: not it.pods.items)
+        await it.clear()
         _chapter(out, 2, "A gang of 8 pods × 8 GPUs: an ordinary Job in one PodGroup")
         it.apply("team-a")
         it.apply("train")

@@ -109,11 +109,15 @@ def _gpunode(wish: Installation) -> list[str]:
 def _wait_for_slices(cluster: Cluster, report: Callable[[str, float], None]) -> None:
     wanted = {node.name for node in cluster.nodes}
     deadline = time.monotonic() + _READY_SECONDS
+    told = -1
     while True:
         listed = cluster.api.call("GET", "/apis/resource.k8s.io/v1/resourceslices")["items"]
         found = {item["spec"].get("nodeName") for item in listed if item["spec"]["driver"] == DEFAULT_DRIVER}
         missing = sorted(wanted - found)
-        report(f"{len(wanted) - len(missing)} of {len(wanted)} nodes have published their GPUs", 0.2)
+        done = len(wanted) - len(missing)
+        if done != told:
+            report(f"{done} of {len(wanted)} nodes have published their GPUs", 0.2 + 0.8 * done / len(wanted))
+            told = done
         if not missing:
             return
         dead = [name for name in (*map(agent_name, missing), CONTROLLER) if not cluster.processes.alive(name)]

@@ -18,7 +18,7 @@ from gpunode.cluster.install import kubectl
 from gpunode.datafiles import data_dir
 from gpunode.kube.cache import Cache
 from gpunode.kube.client import Api
-from gpunode.kube.kinds import CLAIMS, JOBS, PODS, Kind, discover
+from gpunode.kube.kinds import CLAIMS, JOBS, PODS, SLICES, Kind, discover
 from gpunode.model.core import Job, Pod, PodGroup
 from gpunode.model.names import PLACED_CONDITION
 from gpunode.model.resource import ResourceClaim
@@ -73,13 +73,27 @@ class Stage:
     def _wake(self, *_: object) -> None:
         self._changed.set()
 
-    def apply(self, example: str) -> None:
-        """kubectl apply one of daemonset/examples."""
-        kubectl(self.cluster, "apply", "-f", str(example_file(self.cluster, example)))
+    def apply(self, example: str | Path) -> None:
+        """kubectl apply one of daemonset/examples, or a file."""
+        kubectl(self.cluster, "apply", "-f", str(_served(self.cluster, example)))
 
-    def delete(self, example: str) -> None:
+    def delete(self, example: str | Path) -> None:
         """kubectl delete what `apply` made, without waiting until it is gone."""
-        self._kubectl("delete", "--ignore-not-found", "--timeout=100s", "-f", str(example_file(self.cluster, example)))
+        file = str(_served(self.cluster, example))
+        kubectl(self.cluster, "delete", "--ignore-not-found", "--wait=false", "-f", file)
+
+    async def clear(self) -> None:
+        """Remove what earlier acts left: jobs, groups, pods and faults."""
+        for example in ("train", "too-large"):
+            self.delete(example)
+        await self.until("pods, claims and groups of earlier acts are gone", 90, self._empty)
+        slices, _ = await self.api.list(SLICES.path(), SLICES.type)
+        broken = [(s.spec.node_name or "", d.name) for s in slices for d in s.spec.devices if d.taints]
+        for node, device in broken:
+            await give_order(self.api, node, new_order(device, recover=True))
+
+    def _empty(self) -> bool:
+        return not (self.pods.items or self.claims.items or self.groups.items or self.jobs.items)
 
     def members(self, job: str) -> list[Pod]:
         """All pods of a Job that exist, old and new."""
@@ -234,12 +248,12 @@ async def stage(cluster: Cluster) -> AsyncIterator[Stage]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def example_file(cluster: Cluster, example: str) -> Path:
+def _served(cluster: Cluster, example: str | Path) -> Path:
     """File of an example, in the API version that the cluster's release knows."""
-    source = data_dir("daemonset") / "examples" / f"{example}.yaml"
+    source = example if isinstance(example, Path) else data_dir("daemonset") / "examples" / f"{example}.yaml"
     if not cluster.spec.kubernetes.startswith("1.36."):
         return source
     # PodGroup was v1alpha2 in 1.36 with the same fields as far as these examples use them.
-    target = cluster.layout.state / f"example-{example}.yaml"
+    target = cluster.layout.state / f"example-{source.stem}.yaml"
     target.write_text(source.read_text().replace("scheduling.k8s.io/v1beta1", "scheduling.k8s.io/v1alpha2"))
     return target
