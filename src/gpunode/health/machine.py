@@ -70,6 +70,7 @@ class HealthMachine:
         polled = [signal for signal in batch if isinstance(signal, GpuSample)]
         for signal in batch:
             self._take(work, signal, polled)
+        work.missing()
         work.settle()
         return work.done()
 

@@ -17,7 +17,7 @@ def effects(
 ) -> tuple[rules.Raise | rules.Seen, ...]:
     """Everything that a poll of one GPU shows. `polled` are the polls of all GPUs of the same moment."""
     if not sample.present:
-        return (rules.lost(device, sample.error),)
+        return (rules.lost(device, sample.error),) if _surely_absent(sample, state) else ()
     return (
         *_memory(device, sample),
         *_fabric(device, sample),
@@ -25,6 +25,11 @@ def effects(
         *(_told(device, f"throttle-{why}", f"Clocks are reduced ({why})") for why in sorted(sample.throttle)),
         *_leftovers(device, sample),
     )
+
+
+def _surely_absent(sample: GpuSample, state: DeviceState) -> bool:
+    """A GPU that NVML calls lost is lost; any other failure (a driver being reloaded) has to last for two polls."""
+    return not sample.error or "lost" in sample.error.lower() or state.absent > 0
 
 
 def _shown(

@@ -91,6 +91,7 @@ class DeviceState(msgspec.Struct, frozen=True):
     """One device. `entries` by "<dimension>/<code>", `notes` by code, `waiting` by code, `flaps` by dimension.
 
     sampled, valid: uptime of the last poll and whether it found the GPU present and content.
+    absent: polls in a row that did not find it.
     """
 
     uuid: str = ""
@@ -101,6 +102,7 @@ class DeviceState(msgspec.Struct, frozen=True):
     verdict: RecoveryAction = RecoveryAction.UNKNOWN
     sampled: float | None = None
     valid: bool = True
+    absent: int = 0
     prepare_failures: int = 0
     links_seen: int = 0
     ecc: int = 0

@@ -22,6 +22,7 @@ from gpunode.health.state import (
     Transition,
     Waiting,
 )
+from gpunode.model.hardware import PARTITION_MARK
 from gpunode.model.health import Clear, Dimension, Finding, GpuSample, Level, RecoveryAction
 
 SEVERITY = {Level.HEALTHY: 0, Level.DEGRADED: 1, Level.UNHEALTHY: 2}
@@ -60,12 +61,15 @@ class Work:
             self.end(device, Clear.REBOOT, "the host was rebooted", at_once=True)
             state, now = self.devices[device], self._now.uptime
             entries = {k: msgspec.structs.replace(e, last=now, recovering=None) for k, e in state.entries.items()}
-            self.devices[device] = DeviceState(uuid=state.uuid, entries=entries, links_seen=state.links_seen)
+            if entries:
+                self.devices[device] = DeviceState(uuid=state.uuid, entries=entries, links_seen=state.links_seen)
+            else:
+                del self.devices[device]
 
     def reloaded(self) -> None:
         """A driver that was loaded anew has initialised every GPU."""
-        for device in list(self.devices):
-            self.end(device, Clear.RESET)
+        for gpu in {device.partition(PARTITION_MARK)[0] for device in self.devices}:
+            self.end(gpu, Clear.RESET)
 
     def reset(self, signal: GpuReset) -> None:
         device = self.map.by_uuid(signal.uuid)
@@ -74,8 +78,7 @@ class Work:
         if not signal.success:
             self._raise(rules.reset_failed(device))
             return
-        for name in (device, *self.map.partitions_of(device)):
-            self.end(name, Clear.RESET)
+        self.end(device, Clear.RESET)
 
     def verdict(self, device: str, verdict: RecoveryAction) -> None:
         """The driver's word on a GPU: a demand is a fault, "none" is the beginning of the end of several.
@@ -103,13 +106,14 @@ class Work:
         raised = samples.effects(device, sample, state, polled)
         self.apply(*raised)
         if not sample.present:
-            self._update(device, sampled=self._now.uptime, valid=False)
+            self._update(device, sampled=self._now.uptime, valid=False, absent=state.absent + 1)
             return
         self._update(
             device,
             uuid=sample.uuid or state.uuid,
             sampled=self._now.uptime,
             valid=not sample.error,
+            absent=0,
             links_seen=max(state.links_seen, sample.links_active or 0),
             ecc=sample.ecc_uncorrected or 0,
         )
@@ -132,28 +136,52 @@ class Work:
         for key, entry in list(self._get(signal.device).entries.items()):
             if signal.dimension in (None, entry.finding.dimension):
                 self._lift(signal.device, key, f"cleared by {signal.by}", count_flap=False)
+        if signal.dimension is None:
+            self.devices.pop(signal.device, None)
 
     def end(
         self, device: str, event: Clear, why: str = "", spared: frozenset[str] = frozenset(), *, at_once: bool = False
     ) -> None:
-        """Begin the hold-down of every fault of the device that the event may end; `at_once`: lift it, saying why."""
-        for key, entry in list(self._get(device).entries.items()):
+        """Begin the hold-down of every fault that the event may end, of a device and of its partitions.
+
+        at_once: lift them, saying why. spared: keys that stay as they are.
+        """
+        for name, key, entry in self._standing(device):
             if event not in entry.finding.clears or key in spared:
                 continue
             if at_once:
-                self._lift(device, key, why, count_flap=False)
+                self._lift(name, key, why, count_flap=False)
             elif entry.recovering is None and self._old_enough(entry):
-                self._put(device, key, msgspec.structs.replace(entry, recovering=self._now.uptime))
+                self._put(name, key, msgspec.structs.replace(entry, recovering=self._now.uptime))
 
     def _relapse(self, device: str, event: Clear) -> None:
-        for key, entry in self._get(device).entries.items():
+        for name, key, entry in self._standing(device):
             if event in entry.finding.clears and entry.recovering is not None:
-                self._put(device, key, msgspec.structs.replace(entry, recovering=None))
+                self._put(name, key, msgspec.structs.replace(entry, recovering=None))
+
+    def _standing(self, device: str) -> list[tuple[str, str, Entry]]:
+        """Every fault of a device and of its partitions, also of those that do not exist any more."""
+        return [
+            (name, key, entry)
+            for name, state in self.devices.items()
+            if name == device or name.startswith(device + PARTITION_MARK)
+            for key, entry in state.entries.items()
+        ]
 
     def end_code(self, device: str, dimension: Dimension, code: str, why: str) -> None:
         key = f"{dimension}/{code}"
         if key in self._get(device).entries:
             self._lift(device, key, why)
+
+    def missing(self) -> None:
+        """A GPU that was polled in this boot and that discovery no longer finds is lost; its claims must hear of it.
+
+        No GPU at all means that the driver is gone, which says nothing about any of them.
+        """
+        known = {gpu.name for gpu in self.map.gpus}
+        for device, state in list(self.devices.items()) if known else ():
+            if state.uuid and device not in known and f"{Dimension.PRESENCE}/lost" not in state.entries:
+                self._raise(rules.lost(device, "discovery does not find it any more"))
 
     def settle(self) -> None:
         """Raise what has waited for details in vain; lift what recovered for its hold-down, if the GPU answers."""
@@ -174,12 +202,9 @@ class Work:
 
     def _validated(self, device: str, since: float) -> bool:
         """A GPU that is polled at all must have answered well after the end began."""
-        state = self._get(self._parent(device))
+        state = self._get(device.partition(PARTITION_MARK)[0])
         content = state.valid and state.verdict in (RecoveryAction.NONE, RecoveryAction.UNKNOWN)
         return state.sampled is None or (content and state.sampled >= since)
-
-    def _parent(self, device: str) -> str:
-        return next((g.name for g in self.map.gpus if device in self.map.partitions_of(g.name)), device)
 
     def _old_enough(self, entry: Entry) -> bool:
         """A device that cannot be prepared shows nothing in polls: it is tried again after a while."""

@@ -1,6 +1,10 @@
 """What a node's hardware is, as discovery found it: plain values, no NVML types."""
 
 from dataclasses import dataclass
+from typing import Final
+
+# Between a GPU's device name and the rest of its partitions' names.
+PARTITION_MARK: Final = "-mig-"
 
 
 @dataclass(frozen=True)
@@ -132,4 +136,4 @@ def mig_device_name(pci: PciAddress, profile: str, start: int) -> str:
 
     A DNS label: ("0000:07:00.0", "1g.10gb+me", 4) -> "gpu-0000-07-00-0-mig-1g-10gb-me-4".
     """
-    return f"{device_name(pci)}-mig-{profile.replace('.', '-').replace('+', '-').lower()}-{start}"
+    return f"{device_name(pci)}{PARTITION_MARK}{profile.replace('.', '-').replace('+', '-').lower()}-{start}"

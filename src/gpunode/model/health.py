@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpunode.model.hardware import PciAddress
+from gpunode.model.hardware import PARTITION_MARK, PciAddress
 
 
 class Dimension(StrEnum):
@@ -136,9 +136,11 @@ class DeviceHealth:
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """Health of every device of a node, by device name. Devices not named are healthy."""
+    """Health of every device of a node, by device name. Devices not named are healthy, or are as their GPU is."""
 
     devices: dict[str, DeviceHealth] = field(default_factory=dict)
 
     def of(self, device: str) -> DeviceHealth:
-        return self.devices.get(device, DeviceHealth(device))
+        """Health of one device. A partition that is not named (one that could be made, say) has its GPU's faults."""
+        known = self.devices.get(device) or self.devices.get(device.partition(PARTITION_MARK)[0])
+        return DeviceHealth(device, known.findings if known else ())
