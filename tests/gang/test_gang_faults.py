@@ -81,6 +81,13 @@ def test_a_waiting_gang_does_not_take_the_room_of_the_plan() -> None:
     assert any(isinstance(a, Evict) for a in actions) and places(actions) == {}
 
 
+def test_the_devices_of_an_evicted_gang_are_in_use_until_its_pods_are_gone() -> None:
+    """gpu-1 of n1 is healthy and about to be free, but not yet."""
+    text = "node n1 gpus=4\nnode n2 gpus=2\ngang g pods=2 bound=n1 job=j\ntaint n1/gpu-0 xid=79\ngang w pods={}"
+    assert "room on n2" in evictions(text.format(3))[0].reason.text
+    assert places(run(text.format(3))) == {} and places(run(text.format(2))) == {"w": ["n1"]}
+
+
 @pytest.mark.parametrize(
     ("tolerates", "since", "after_s", "evicted"),
     [

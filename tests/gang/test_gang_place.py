@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenario import CONFIG, NOW, allocated, devices, places, reasons, run, scenario
+from scenario import CONFIG, NOW, Scenario, allocated, devices, places, reasons, run, scenario
 
 from gpunode.gang.decide import decide
 from gpunode.model.core import PodResourceClaim
@@ -31,15 +31,30 @@ def test_small_cases_that_defeat_one_greedy_order_or_another(nodes: str, pods: s
     assert len(devices(actions)) == len(set(devices(actions))) == sum(map(int, pods.split(",")))
 
 
-def test_two_dimensions_need_the_exact_search() -> None:
-    """(GPU, CPU) nodes (4,4),(4,4) and pods (2,1),(2,1),(1,3),(1,2): the two GPU pods must not share a node."""
-    world = scenario("node n1 gpus=4 cpu=4\nnode n2 gpus=4 cpu=4\ngang g pods=2,2,1,1")
-    for index, cpu in enumerate("1132"):
+@pytest.mark.parametrize(
+    ("nodes", "pods"),
+    [
+        # (GPU, CPU): the two GPU pods must not share a node
+        ([(4, 4), (4, 4)], [(2, 1), (2, 1), (1, 3), (1, 2)]),
+        # no greedy order solves these; equal pods have to share a node
+        ([(6, 7), (6, 6)], [(1, 3), (1, 2), (1, 2), (1, 3), (1, 3)]),
+        ([(4, 8), (5, 3)], [(2, 1), (2, 1), (1, 2), (1, 2), (1, 2), (1, 2)]),
+        ([(9, 4), (9, 6), (8, 9)], [(4, 3), (1, 4), (4, 3), (4, 3), (1, 4)]),
+    ],
+)
+def test_two_dimensions_need_the_exact_search(nodes: list[tuple[int, int]], pods: list[tuple[int, int]]) -> None:
+    actions = decide(two_dimensions(nodes, pods).snapshot(), NOW, CONFIG)
+    assert len(places(actions)["g"]) == len(pods)
+
+
+def two_dimensions(nodes: list[tuple[int, int]], pods: list[tuple[int, int]]) -> Scenario:
+    """Nodes and the pods of one gang by (GPU, CPU)."""
+    lines = [f"node n{i} gpus={g} cpu={c}" for i, (g, c) in enumerate(nodes)]
+    world = scenario("\n".join([*lines, f"gang g pods={','.join(str(g) for g, _ in pods)}"]))
+    for index, (gpus, cpu) in enumerate(pods):
         key = f"default/g-{index}"
-        one = scenario(f"pod g-{index} gpus=1 cpu={cpu} group=g").pods[key]
-        world.pods[key] = one
-    where = places(decide(world.snapshot(), NOW, CONFIG))["g"]
-    assert where[0] != where[1]
+        world.pods[key] = scenario(f"pod g-{index} gpus={gpus} cpu={cpu} group=g").pods[key]
+    return world
 
 
 @pytest.mark.parametrize(
@@ -222,12 +237,6 @@ def test_places_exactly_when_some_arrangement_exists(
         )
         for where in product(range(len(nodes)), repeat=len(pods))
     )
-    lines = [f"node n{i} gpus={g} cpu={c}" for i, (g, c) in enumerate(nodes)]
-    lines.append(f"gang g pods={','.join(str(g) for g, _ in pods)}")
-    world = scenario("\n".join(lines))
-    for index, (gpus, cpu) in enumerate(pods):
-        key = f"default/g-{index}"
-        world.pods[key] = scenario(f"pod g-{index} gpus={gpus} cpu={cpu} group=g").pods[key]
-    actions = decide(world.snapshot(), NOW, CONFIG)
+    actions = decide(two_dimensions(nodes, pods).snapshot(), NOW, CONFIG)
     assert bool(places(actions)) == feasible
     assert len(places(actions)) + len(reasons(actions)) == 1

@@ -87,8 +87,6 @@ def find_gangs(snapshot: Snapshot, owners: Owners) -> tuple[GangState, ...]:
     groups: dict[str, list[Pod]] = {}
     single: list[Pod] = []
     for pod in snapshot.pods.values():
-        if pod.finished and pod.status.phase != "Succeeded":
-            continue
         group = pod.spec.scheduling_group
         if group is not None and group.pod_group_name:
             groups.setdefault(f"{pod.metadata.namespace}/{group.pod_group_name}", []).append(pod)

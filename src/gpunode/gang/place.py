@@ -82,11 +82,9 @@ def place_units(
     proved = True
     for choice in choices(units, fixed):
         for nodes in domains:
-            mark = board.mark()
             answer = _solve(board, units, nodes, choice)
             if not isinstance(answer, NoPlace):
                 return Placed(answer, choice, nodes)
-            board.undo(mark)
             if answer.failure is not None:
                 return answer
             proved = proved and answer.proved
@@ -128,6 +126,7 @@ def settled(members: Sequence[Member], units: Sequence[Unit]) -> Choice:
 
 
 def _solve(board: Board, units: Sequence[Unit], nodes: tuple[str, ...], choice: Choice) -> tuple[Put, ...] | NoPlace:
+    """Place all units on these nodes, or leave the board as it was."""
     groups = _groups(units)
     options: list[tuple[str, ...]] = []
     for group in groups:
