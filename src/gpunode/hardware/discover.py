@@ -9,7 +9,7 @@ import pynvml
 
 from gpunode.hardware import sysfs
 from gpunode.hardware.mig import existing_instances, profiles
-from gpunode.hardware.nvml import Handle, Nvml, optional, text
+from gpunode.hardware.nvml import Handle, Nvml, optional, text, words
 from gpunode.hardware.roots import Roots
 from gpunode.model.hardware import Fabric, Gpu, Inventory, Link, PciAddress
 
@@ -58,7 +58,7 @@ def discover(nvml: Nvml, roots: Roots, node: str) -> Inventory:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             gpu = _gpu(nvml, roots, handle)
         except pynvml.NVMLError as error:
-            logger.warning("GPU with NVML index %d on %s is left out: %s", index, node, error)
+            logger.warning("GPU with NVML index %d on %s is left out: %s", index, node, words(error))
             continue
         if gpu.uuid in handles:
             logger.warning("GPU with NVML index %d on %s is left out: UUID %s appears twice", index, node, gpu.uuid)
@@ -125,7 +125,7 @@ def _with_links(nvml: Nvml, gpu: Gpu, gpus: list[Gpu], handles: dict[str, Handle
         linked = {link.peer for link in found if link.active and link.peer in handles}
         switched = {o for o in handles if o != gpu.uuid and _nvlink_p2p(nvml, handle, handles[o])} if found else set()
     except pynvml.NVMLError as error:
-        logger.warning("NVLinks of %s could not be read: %s", gpu.pci, error)
+        logger.warning("NVLinks of %s could not be read: %s", gpu.pci, words(error))
         return gpu
     return replace(gpu, links=found, nvlink_peers=frozenset(linked | switched))
 

@@ -11,7 +11,7 @@ from typing import Literal
 import pynvml
 
 from gpunode.hardware.discover import pci_address
-from gpunode.hardware.nvml import Handle, Nvml, optional, text
+from gpunode.hardware.nvml import Handle, Nvml, optional, text, words
 from gpunode.hardware.stream import Put, ThreadStream
 from gpunode.model.hardware import PciAddress
 
@@ -61,7 +61,7 @@ def watch(nvml: Nvml, limit: int = 1024, clock: Callable[[], float] = time.monot
             try:
                 _watch_once(nvml, put, stopped, lost, clock)
             except pynvml.NVMLError as error:
-                logger.info("NVML event watch begins anew: %s", error)
+                logger.info("NVML event watch begins anew: %s", words(error))
                 stopped.wait(_RETRY_S)
 
     return ThreadStream("NVML events", source, limit)
@@ -109,7 +109,7 @@ def _register(nvml: Nvml) -> _Watch:
                 else:
                     logger.warning("GPU %s offers no NVML events; only the kernel log tells of its faults", pci)
             except pynvml.NVMLError as error:
-                logger.warning("GPU with NVML index %d is not watched: %s", index, error)
+                logger.warning("GPU with NVML index %d is not watched: %s", index, words(error))
     except pynvml.NVMLError:
         _free(nvml, current.events)
         raise
@@ -154,4 +154,4 @@ def _free(nvml: Nvml, events: Handle) -> None:
     try:
         nvml.nvmlEventSetFree(events)
     except pynvml.NVMLError as error:
-        logger.debug("event set not freed: %s", error)
+        logger.debug("event set not freed: %s", words(error))

@@ -8,6 +8,7 @@ fake differs from the real library in nothing but these functions. Handles are o
 # ruff: noqa: N802, N803
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
@@ -87,6 +88,10 @@ class Nvml(Protocol):
 
     def nvmlDeviceGetRemappedRows(self, device: Handle) -> tuple[int, int, int, int]: ...
     def nvmlDeviceGetTotalEccErrors(self, handle: Handle, errorType: int, counterType: int) -> int: ...
+    def nvmlDeviceGetSramEccErrorStatus(self, device: Handle, status: Any) -> int: ...
+    def nvmlDeviceGetRetiredPages(self, device: Handle, sourceFilter: int) -> list[int]: ...
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, device: Handle) -> int: ...
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int: ...
     def nvmlDeviceGetFieldValues(self, handle: Handle, fieldIds: Sequence[int]) -> Any: ...
 
     def nvmlEventSetCreate(self) -> Handle: ...
@@ -107,6 +112,15 @@ def optional(call: Callable[..., T], *args: object) -> T | None:
         return call(*args)
     except ABSENT:
         return None
+
+
+def words(error: pynvml.NVMLError) -> str:
+    """What an error says; pynvml knows only a number for the newer ones, whose names tell more."""
+    told = str(error)
+    if not told.startswith("NVML Error with code"):
+        return told
+    name = type(error).__name__.removeprefix("NVMLError_")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) + f" (NVML error {error.value})"
 
 
 def text(value: str | bytes) -> str:

@@ -10,7 +10,8 @@ import pynvml
 from gpunode.hardware.board import Board
 from gpunode.hardware.fake import faults, kernel_log, tree
 from gpunode.hardware.fake.faults import Fault
-from gpunode.hardware.fake.nvml import FakeNvml, device_handle
+from gpunode.hardware.fake.handles import device_handle
+from gpunode.hardware.fake.nvml import FakeNvml
 from gpunode.hardware.fake.state import NO_INSTANCE, FakeGpu, FakeState, fresh_gpu, load_state
 from gpunode.hardware.roots import Roots
 

@@ -8,12 +8,12 @@ Handles, structures, constants and errors are pynvml's own. Documentation of eac
 
 import time
 from collections.abc import Sequence
-from ctypes import c_void_p, cast
-from typing import Any, NoReturn
+from typing import Any
 
 import pynvml
 
 from gpunode.hardware.board import BoardMigProfile
+from gpunode.hardware.fake.handles import Kind, device_handle, event_number, fail, lookup, make
 from gpunode.hardware.fake.state import EventSet, FakeGpu, FakeState, MigInstance
 from gpunode.hardware.nvml import Handle
 
@@ -46,21 +46,6 @@ _COMPUTE_SLICES = {
     pynvml.NVML_COMPUTE_INSTANCE_PROFILE_4_SLICE: 4,
     pynvml.NVML_COMPUTE_INSTANCE_PROFILE_7_SLICE: 7,
 }
-# A handle is a number that only this module reads: driver load, kind, GPU and instance.
-_GPU, _MIG, _INSTANCE, _COMPUTE, _EVENTS = 1, 2, 3, 4, 5
-
-
-def _number(epoch: int, kind: int, index: int, gi: int = 0) -> int:
-    return epoch << 32 | kind << 24 | index << 12 | gi + 1
-
-
-def device_handle(state: FakeState, gpu: FakeGpu) -> Handle:
-    """The handle NVML would give for a whole GPU."""
-    return cast(c_void_p(_number(state.epoch, _GPU, gpu.index)), pynvml.c_nvmlDevice_t)
-
-
-def _fail(code: int) -> NoReturn:
-    raise pynvml.NVMLError(code)
 
 
 class FakeNvml:
@@ -72,7 +57,7 @@ class FakeNvml:
     def __getattribute__(self, name: str) -> Any:
         """A function that the (older) driver lacks fails when it is called, as in pynvml."""
         if name.startswith("nvml") and name in object.__getattribute__(self, "state").missing:
-            return lambda *_args, **_kwargs: _fail(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+            return lambda *_args, **_kwargs: fail(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return object.__getattribute__(self, name)
 
     # System
@@ -80,7 +65,7 @@ class FakeNvml:
     def nvmlInit(self) -> None:
         with self.state.changed:
             if not self.state.saved.driver_loaded:
-                _fail(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+                fail(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
             self.state.initialized += 1
 
     def nvmlShutdown(self) -> None:
@@ -106,13 +91,13 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle:
         self._ready()
         if not 0 <= index < len(self.state.gpus):
-            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return self._handle(self.state.gpus[index])
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Handle:
         self._ready()
         found = next((g for g in self.state.gpus if g.uuid == uuid), None)
-        return self._handle(found) if found else _fail(pynvml.NVML_ERROR_NOT_FOUND)
+        return self._handle(found) if found else fail(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetUUID(self, handle: Handle) -> str:
         gpu, instance = self._device(handle)
@@ -154,7 +139,7 @@ class FakeNvml:
         info = pynvml.c_nvmlMemory_v2_t() if version else pynvml.c_nvmlMemory_t()
         mib = self.state.profile(instance.profile).memory_mib if instance else self.state.board.memory_mib
         if mib == 0:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info.total = info.free = mib * _MIB
         return info
 
@@ -179,7 +164,7 @@ class FakeNvml:
         gpu = self._link(device, link)
         peer = self._peer(gpu, link)
         if peer is None:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return self._pci_info(peer)
 
     def nvmlDeviceGetP2PStatus(self, device1: Handle, device2: Handle, p2pIndex: int) -> int:
@@ -200,7 +185,7 @@ class FakeNvml:
     def nvmlDeviceGetGpuFabricInfoV(self, device: Handle, gpuFabricInfo: Any) -> int:
         gpu, info = self._gpu(device), gpuFabricInfo._obj
         if info.version not in (pynvml.nvmlGpuFabricInfo_v2, pynvml.nvmlGpuFabricInfo_v3):
-            _fail(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            fail(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         self._fill_fabric(gpu, info)
         info.healthMask = gpu.saved.fabric_mask
         if info.version == pynvml.nvmlGpuFabricInfo_v3:
@@ -212,7 +197,7 @@ class FakeNvml:
     def nvmlDeviceGetMigMode(self, device: Handle) -> list[int]:
         gpu = self._gpu(device)
         if not self.state.board.mig_profiles:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return [int(gpu.saved.mig_enabled), int(gpu.saved.mig_pending)]
 
     def nvmlDeviceSetMigMode(self, device: Handle, mode: int) -> int:
@@ -220,9 +205,9 @@ class FakeNvml:
         with self.state.changed:
             gpu = self._gpu(device)
             if not self.state.board.mig_profiles:
-                _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
             if gpu.saved.instances and not mode:
-                _fail(pynvml.NVML_ERROR_IN_USE)
+                fail(pynvml.NVML_ERROR_IN_USE)
             gpu.saved.mig_pending = bool(mode)
             if gpu.saved.mig_enabled == bool(mode):
                 return int(pynvml.NVML_SUCCESS)
@@ -241,9 +226,8 @@ class FakeNvml:
         gpu = self._gpu(device)
         ready = [i for i in gpu.saved.instances if i.compute]
         if not 0 <= index < len(ready):
-            _fail(pynvml.NVML_ERROR_NOT_FOUND)
-        number = _number(self.state.epoch, _MIG, gpu.index, ready[index].gi)
-        return cast(c_void_p(number), pynvml.c_nvmlDevice_t)
+            fail(pynvml.NVML_ERROR_NOT_FOUND)
+        return make(self.state, Kind.MIG, gpu.index, ready[index].gi)
 
     def nvmlDeviceGetGpuInstanceId(self, device: Handle) -> int:
         return self._mig(device)[1].gi
@@ -255,9 +239,8 @@ class FakeNvml:
     def nvmlDeviceGetGpuInstanceById(self, device: Handle, gpuInstanceId: int) -> Handle:
         gpu = self._gpu(device)
         if all(i.gi != gpuInstanceId for i in gpu.saved.instances):
-            _fail(pynvml.NVML_ERROR_NOT_FOUND)
-        number = _number(self.state.epoch, _INSTANCE, gpu.index, gpuInstanceId)
-        return cast(c_void_p(number), pynvml.c_nvmlGpuInstance_t)
+            fail(pynvml.NVML_ERROR_NOT_FOUND)
+        return make(self.state, Kind.INSTANCE, gpu.index, gpuInstanceId)
 
     def nvmlGpuInstanceGetInfo(self, gpuInstance: Handle) -> Any:
         gpu, instance = self._instance(gpuInstance)
@@ -271,7 +254,7 @@ class FakeNvml:
         self._gpu(device)
         found = next((p for p in self.state.board.mig_profiles if p.number == profile), None)
         if found is None or version != 2:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info = pynvml.c_nvmlGpuInstanceProfileInfo_v2_t()
         info.id, info.sliceCount, info.instanceCount = found.id, found.slices, len(found.starts)
         info.multiprocessorCount, info.copyEngineCount = found.multiprocessors, found.copy_engines
@@ -285,7 +268,7 @@ class FakeNvml:
     ) -> int:
         gpu = self._gpu(device)
         if not gpu.saved.mig_enabled:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         profile = self._profile(profileId)
         countRef._obj.value = len(profile.starts)
         for place, start in zip(placementsRef or (), profile.starts, strict=False):
@@ -296,10 +279,10 @@ class FakeNvml:
         with self.state.changed:
             gpu = self._gpu(device)
             if not gpu.saved.mig_enabled:
-                _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
             profile, start = self._profile(profileId), int(placement._obj.start)
-            if start not in profile.starts or not self._fits(gpu, profile, start):
-                _fail(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+            if start not in profile.starts or not self.state.fits(gpu, profile, start):
+                fail(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
             taken = {i.gi for i in gpu.saved.instances}
             gi = next(n for n in range(profile.slices != _MAX_MIG, _MAX_MIG + 2) if n not in taken)
             gpu.saved.instances.append(MigInstance(gi=gi, profile=profile.name, start=start, compute=False))
@@ -318,7 +301,7 @@ class FakeNvml:
         with self.state.changed:
             gpu, instance = self._instance(gpuInstance)
             if instance.compute:
-                _fail(pynvml.NVML_ERROR_IN_USE)
+                fail(pynvml.NVML_ERROR_IN_USE)
             gpu.saved.instances.remove(instance)
             self.state.layout_changed()
         return int(pynvml.NVML_SUCCESS)
@@ -330,7 +313,7 @@ class FakeNvml:
         _, instance = self._instance(device)
         slices = self.state.profile(instance.profile).slices
         if version != 2 or engProfile != 0 or _COMPUTE_SLICES.get(profile) != slices:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info = pynvml.c_nvmlComputeInstanceProfileInfo_v2_t()
         info.id, info.sliceCount, info.instanceCount = profile, slices, 1
         return info
@@ -339,10 +322,10 @@ class FakeNvml:
         with self.state.changed:
             gpu, instance = self._instance(gpuInstance)
             if instance.compute or _COMPUTE_SLICES.get(profileId) != self.state.profile(instance.profile).slices:
-                _fail(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+                fail(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
             instance.compute = True
             self.state.layout_changed()
-            return self._compute_handle(gpu, instance)
+            return make(self.state, Kind.COMPUTE, gpu.index, instance.gi)
 
     def nvmlGpuInstanceGetComputeInstances(
         self, gpuInstance: Handle, profileId: int, computeInstancesRef: Any, countRef: Any
@@ -351,14 +334,14 @@ class FakeNvml:
         match = instance.compute and _COMPUTE_SLICES.get(profileId) == self.state.profile(instance.profile).slices
         countRef._obj.value = int(match)
         if match:
-            computeInstancesRef[0] = self._compute_handle(gpu, instance)
+            computeInstancesRef[0] = make(self.state, Kind.COMPUTE, gpu.index, instance.gi)
         return int(pynvml.NVML_SUCCESS)
 
     def nvmlComputeInstanceDestroy(self, computeInstance: Handle) -> int:
         with self.state.changed:
-            gpu, instance = self._lookup(computeInstance, _COMPUTE)
+            gpu, instance = self._lookup(computeInstance, Kind.COMPUTE)
             if instance is None or gpu.mig_uuid(instance) in self.state.busy:
-                _fail(pynvml.NVML_ERROR_IN_USE)
+                fail(pynvml.NVML_ERROR_IN_USE)
             instance.compute = False
             self.state.layout_changed()
         return int(pynvml.NVML_SUCCESS)
@@ -368,12 +351,36 @@ class FakeNvml:
     def nvmlDeviceGetRemappedRows(self, device: Handle) -> tuple[int, int, int, int]:
         saved = self._gpu(device).saved
         if self.state.board.architecture in _PAGE_RETIREMENT:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return 0, int(saved.remap_pending or saved.remap_failed), int(saved.remap_pending), int(saved.remap_failed)
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Handle, errorType: int, counterType: int) -> int:
         saved = self._gpu(handle).saved
         return saved.ecc_volatile if errorType == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
+
+    def nvmlDeviceGetSramEccErrorStatus(self, device: Handle, status: Any) -> int:
+        self._gpu(device)
+        if self.state.board.architecture in _PAGE_RETIREMENT:
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        status._obj.bThresholdExceeded = 0
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetRetiredPages(self, device: Handle, sourceFilter: int) -> list[int]:
+        saved = self._gpu(device).saved
+        if self.state.board.architecture not in _PAGE_RETIREMENT:
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        double = sourceFilter == pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR
+        return [0x1000 * n for n in range(saved.ecc_volatile if double else 0)]
+
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, device: Handle) -> int:
+        saved = self._gpu(device).saved
+        if self.state.board.architecture not in _PAGE_RETIREMENT:
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return int(pynvml.NVML_FEATURE_ENABLED if saved.remap_pending else pynvml.NVML_FEATURE_DISABLED)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int:
+        self._gpu(handle)
+        return int(pynvml.nvmlClocksEventReasonGpuIdle)
 
     def nvmlDeviceGetFieldValues(self, handle: Handle, fieldIds: Sequence[int]) -> Any:
         gpu = self._gpu(handle)
@@ -393,7 +400,7 @@ class FakeNvml:
             self._ready()
             number = max(self.state.event_sets, default=0) + 1
             self.state.event_sets[number] = EventSet()
-        return cast(c_void_p(_number(self.state.epoch, _EVENTS, number)), pynvml.c_nvmlEventSet_t)
+            return make(self.state, Kind.EVENTS, number)
 
     def nvmlEventSetFree(self, eventSet: Handle) -> None:
         with self.state.changed:
@@ -407,7 +414,7 @@ class FakeNvml:
         with self.state.changed:
             gpu, events = self._gpu(handle), self._event_set(eventSet)[1]
             if eventTypes & ~_SUPPORTED_EVENTS:
-                _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
             events.masks[gpu.index] = events.masks.get(gpu.index, 0) | eventTypes
 
     def nvmlEventSetWait_v2(self, eventSet: Handle, timeoutms: int) -> Any:
@@ -419,81 +426,54 @@ class FakeNvml:
                 if events.waiting:
                     return events.waiting.popleft()
                 if any(self.state.gpus[index].saved.lost for index in events.masks):
-                    _fail(pynvml.NVML_ERROR_GPU_IS_LOST)
+                    fail(pynvml.NVML_ERROR_GPU_IS_LOST)
                 left = deadline - time.monotonic()
                 if left <= 0 or not self.state.changed.wait(left):
-                    _fail(pynvml.NVML_ERROR_TIMEOUT)
+                    fail(pynvml.NVML_ERROR_TIMEOUT)
 
     # Shared by the above
 
     def _ready(self) -> None:
         if self.state.initialized <= 0:
-            _fail(pynvml.NVML_ERROR_UNINITIALIZED)
+            fail(pynvml.NVML_ERROR_UNINITIALIZED)
 
     def _handle(self, gpu: FakeGpu) -> Handle:
         if gpu.saved.lost:
-            _fail(pynvml.NVML_ERROR_GPU_IS_LOST)
+            fail(pynvml.NVML_ERROR_GPU_IS_LOST)
         return device_handle(self.state, gpu)
 
-    def _lookup(self, handle: Handle, *kinds: int) -> tuple[FakeGpu, MigInstance | None]:
+    def _lookup(self, handle: Handle, *kinds: Kind) -> tuple[FakeGpu, MigInstance | None]:
         self._ready()
-        number = cast(handle, c_void_p).value or 0
-        epoch, kind, index, gi = number >> 32, number >> 24 & 0xFF, number >> 12 & 0xFFF, (number & 0xFFF) - 1
-        if epoch != self.state.epoch or kind not in kinds or index >= len(self.state.gpus):
-            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        gpu = self.state.gpus[index]
-        if gpu.saved.lost:
-            _fail(pynvml.NVML_ERROR_GPU_IS_LOST)
-        if kind == _GPU:
-            return gpu, None
-        instance = next((i for i in gpu.saved.instances if i.gi == gi), None)
-        return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_NOT_FOUND)
+        return lookup(self.state, handle, kinds)
 
     def _device(self, handle: Handle) -> tuple[FakeGpu, MigInstance | None]:
-        return self._lookup(handle, _GPU, _MIG)
+        return self._lookup(handle, Kind.GPU, Kind.MIG)
 
     def _gpu(self, handle: Handle) -> FakeGpu:
-        return self._lookup(handle, _GPU)[0]
+        return self._lookup(handle, Kind.GPU)[0]
 
     def _mig(self, handle: Handle) -> tuple[FakeGpu, MigInstance]:
-        gpu, instance = self._lookup(handle, _MIG)
-        return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        gpu, instance = self._lookup(handle, Kind.MIG)
+        return (gpu, instance) if instance else fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     def _instance(self, handle: Handle) -> tuple[FakeGpu, MigInstance]:
-        gpu, instance = self._lookup(handle, _INSTANCE)
-        return (gpu, instance) if instance else _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-
-    def _compute_handle(self, gpu: FakeGpu, instance: MigInstance) -> Handle:
-        number = _number(self.state.epoch, _COMPUTE, gpu.index, instance.gi)
-        return cast(c_void_p(number), pynvml.c_nvmlComputeInstance_t)
+        gpu, instance = self._lookup(handle, Kind.INSTANCE)
+        return (gpu, instance) if instance else fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     def _profile(self, profile_id: int) -> BoardMigProfile:
         found = next((p for p in self.state.board.mig_profiles if p.id == profile_id), None)
-        return found or _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    def _fits(self, gpu: FakeGpu, profile: BoardMigProfile, start: int) -> bool:
-        """Memory slices are free and, with the new one, the engines suffice; the largest profile has all of them."""
-        there = [(self.state.profile(i.profile), i.start) for i in gpu.saved.instances]
-        slices = [s for p, first in [*there, (profile, start)] for s in range(first, first + p.size)]
-        whole = max(self.state.board.mig_profiles, key=lambda p: p.slices)
-        kinds = [p for p, _ in there] + [profile]
-        return len(set(slices)) == len(slices) and all(
-            sum(getattr(p, engine) for p in kinds) <= getattr(whole, engine)
-            for engine in ("copy_engines", "decoders", "encoders", "jpeg_engines", "ofa_engines")
-        )
+        return found or fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def _event_set(self, handle: Handle) -> tuple[int, EventSet]:
         self._ready()
-        number = cast(handle, c_void_p).value or 0
-        found = self.state.event_sets.get(number >> 12 & 0xFFF)
-        if found is None or number >> 32 != self.state.epoch:
-            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return number >> 12 & 0xFFF, found
+        number = event_number(self.state, handle)
+        found = self.state.event_sets.get(number)
+        return (number, found) if found else fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     def _link(self, handle: Handle, link: int) -> FakeGpu:
         gpu = self._gpu(handle)
         if not 0 <= link < self.state.board.nvlink.links:
-            _fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return gpu
 
     def _live_links(self, gpu: FakeGpu) -> list[int]:
@@ -514,7 +494,7 @@ class FakeNvml:
 
     def _fill_fabric(self, gpu: FakeGpu, info: Any) -> None:
         if gpu.saved.fabric_state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
-            _fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info.state, info.status = gpu.saved.fabric_state, pynvml.NVML_SUCCESS
         if gpu.saved.fabric_state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
             info.cliqueId = self.state.clique

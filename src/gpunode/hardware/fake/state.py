@@ -125,6 +125,17 @@ class FakeState:
     def profile(self, name: str) -> BoardMigProfile:
         return next(p for p in self.board.mig_profiles if p.name == name)
 
+    def fits(self, gpu: FakeGpu, profile: BoardMigProfile, start: int) -> bool:
+        """Memory slices are free and, with the new one, the engines suffice; the largest profile has all of them."""
+        there = [(self.profile(i.profile), i.start) for i in gpu.saved.instances]
+        slices = [s for p, first in [*there, (profile, start)] for s in range(first, first + p.size)]
+        whole = max(self.board.mig_profiles, key=lambda p: p.slices)
+        kinds = [p for p, _ in there] + [profile]
+        return len(set(slices)) == len(slices) and all(
+            sum(getattr(p, engine) for p in kinds) <= getattr(whole, engine)
+            for engine in ("copy_engines", "decoders", "encoders", "jpeg_engines", "ofa_engines")
+        )
+
     def layout_changed(self) -> None:
         """MIG instances came or went: remember it and bring /proc up to date."""
         self.save()
