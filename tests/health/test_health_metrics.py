@@ -1,0 +1,68 @@
+"""Metrics of the health state, and the guard against acting on too much at once."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from gpunode.health.devices import DeviceMap, KnownGpu, Partition
+from gpunode.health.guard import BlastRadius
+from gpunode.health.machine import HealthMachine
+from gpunode.health.metrics import families
+from gpunode.health.signals import GpuReset, XidSignal
+from gpunode.health.state import HealthState, Instant
+from gpunode.model.hardware import PciAddress, device_name
+
+A = PciAddress(0, 7, 0)
+GPU = device_name(A)
+MAP = DeviceMap((KnownGpu(GPU, "GPU-a", A, False, (Partition(f"{GPU}-mig-1", 1, 0),)),))
+
+
+def test_families() -> None:
+    machine = HealthMachine()
+    state = HealthState()
+    batches = [[XidSignal(A, 13)] * 5, [XidSignal(A, 119)] * 2, [GpuReset("GPU-a", True)], []]
+    for uptime, batch in zip((1, 2, 3, 40), batches, strict=True):
+        state = machine.step(state, batch, MAP, Instant(1e9, uptime)).state
+    state = machine.step(state, [XidSignal(A, 95)], MAP, Instant(1e9, 50)).state
+    state = machine.step(state, [GpuReset("GPU-a", True)], MAP, Instant(1e9, 51)).state
+
+    class Health(Collector):
+        def collect(self):
+            return families(state, machine.project(state, MAP))
+
+    registry = CollectorRegistry()
+    registry.register(Health())
+    text = generate_latest(registry).decode()
+    lines = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    assert lines == {
+        f'gpunode_health_level{{device="{GPU}"}}': 2,
+        f'gpunode_health_level{{device="{GPU}-mig-1"}}': 2,
+        **{
+            'gpunode_health_finding{action="reset-gpu",code="95",device="%s",dimension="xid",level="unhealthy"}'
+            % name: 1
+            for name in (GPU, f"{GPU}-mig-1")
+        },
+        f'gpunode_health_sightings{{code="13",device="{GPU}"}}': 5,
+        f'gpunode_health_sightings{{code="95",device="{GPU}"}}': 1,
+        f'gpunode_health_recovering{{device="{GPU}"}}': 1,
+        f'gpunode_health_flaps{{device="{GPU}",dimension="xid"}}': 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("failed_at", "total", "stop"),
+    [
+        ([], 0, False),
+        ([990.0] * 15, 16, False),
+        ([990.0] * 16, 64, True),
+        ([990.0] * 16, 80, False),
+        ([990.0] * 17, 80, True),
+        ([990.0] * 9 + [300.0] * 40, 80, False),
+        ([5000.0] * 40, 80, True),
+    ],
+)
+def test_blast_radius(failed_at: list[float], total: int, stop: bool) -> None:
+    why = BlastRadius(share=0.2, window_s=600, minimum=16).exceeded(failed_at, total, now=1000.0)
+    assert bool(why) == stop
+    if stop:
+        assert f"of {total} devices" in why
