@@ -193,7 +193,9 @@ def test_verdict_none_ends_what_it_speaks_about_after_the_hold_down() -> None:
     assert node.level() is Level.UNHEALTHY
     node.feed(GOOD_A, after=1)
     assert node.level() is Level.HEALTHY
-    assert node.log[-1].message.endswith("is over: it is over and stayed so for the hold-down")
+    assert node.log[-1].message.endswith(
+        " is over: the driver asks for nothing any more, and nothing spoke against it for 30 s"
+    )
 
 
 def test_a_demand_during_the_hold_down_starts_it_again() -> None:
@@ -528,11 +530,50 @@ def test_links_are_compared_with_equal_gpus_and_the_past() -> None:
     assert not bare.health.devices, "a board without bridges has no fault"
 
 
+def test_bridges_may_join_only_some_gpus_and_mig_switches_links_off() -> None:
+    up = GpuSample("GPU-b", B, links_active=12, links_total=12)
+    down = GpuSample("GPU-a", A, links_active=0, links_total=12)
+    bridged = DeviceMap(tuple(replace(gpu, switched=False) for gpu in MAP.gpus))
+    mig = DeviceMap(tuple(replace(gpu, mig=True) for gpu in MAP.gpus))
+    machine = HealthMachine()
+    for devices, batches in ((bridged, [[up, down]]), (mig, [[up, replace(down, links_active=12)], [up, down]])):
+        state = HealthState()
+        for uptime, batch in enumerate(batches):
+            state = machine.step(state, batch, devices, Instant(1e9, uptime)).state
+        assert not machine.project(state, devices).devices
+
+
+def test_a_reset_between_two_equal_faults_of_one_batch_stays_between_them() -> None:
+    node = Node(Policy(hold_down_s=10))
+    node.feed(xid(95), GpuReset("GPU-a", True), xid(95))
+    node.feed(after=100)
+    assert node.level() is Level.UNHEALTHY
+    assert node.state.devices[GPU_A].entries["xid/95"].count == 2
+
+
+def test_nonsense_does_not_fill_the_state() -> None:
+    node = Node()
+    node.feed(*[xid(code) for code in range(1000, 2000)], xid(79))
+    assert len(node.state.devices[GPU_A].entries) == 257
+    assert node.level() is Level.UNHEALTHY
+    node.feed(*[xid(79, PciAddress(domain, 7, 0)) for domain in range(1, 5000)])
+    assert len(node.state.devices) == 2048
+
+
 def test_throttling_and_leftovers_are_told_not_held_against_the_gpu() -> None:
     node = Node()
     node.feed(replace(GOOD_A, throttle=frozenset({"hw-thermal"}), leftover_pids=(7, 8)))
     assert node.level() is Level.HEALTHY
     assert {t.code for t in node.log} == {"throttle-hw-thermal", "leftover-processes"}
+
+
+def test_the_sentence_of_recovery_survives_colons_in_the_reason() -> None:
+    node = Node()
+    node.feed(GpuLost(A, "NVML: GPU is lost"))
+    node.feed(OperatorClear(GPU_A, "admin"))
+    assert node.log[-1].message == (
+        "GPU lost (the driver cannot reach it: NVML: GPU is lost) is over: cleared by admin"
+    )
 
 
 def test_switch_faults() -> None:
@@ -584,6 +625,7 @@ def test_device_map_of_an_inventory() -> None:
     assert devices.device_at(A, 9, None) == devices.device_at(A, 9, 7) == name
     assert devices.device_at(A, 3, 0) == GPU_A
     assert devices.behind_switch(SWITCH, 3) == (GPU_A,)
+    assert device_map(Inventory("n", "b", gpus=(replace(gpu, links=()),))).behind_switch(SWITCH, 3) == (GPU_A,)
 
 
 SIGNALS = st.one_of(

@@ -17,6 +17,11 @@ GPU = device_name(A)
 MAP = DeviceMap((KnownGpu(GPU, "GPU-a", A, False, (Partition(f"{GPU}-mig-1", 1, 0),)),))
 
 
+FINDING_LABELS = [
+    f'action="reset-gpu",code="95",device="{name}",dimension="xid",level="unhealthy"' for name in (GPU, f"{GPU}-mig-1")
+]
+
+
 def test_families() -> None:
     machine = HealthMachine()
     state = HealthState()
@@ -37,11 +42,7 @@ def test_families() -> None:
     assert lines == {
         f'gpunode_health_level{{device="{GPU}"}}': 2,
         f'gpunode_health_level{{device="{GPU}-mig-1"}}': 2,
-        **{
-            'gpunode_health_finding{action="reset-gpu",code="95",device="%s",dimension="xid",level="unhealthy"}'
-            % name: 1
-            for name in (GPU, f"{GPU}-mig-1")
-        },
+        **{f"gpunode_health_finding{{{labels}}}": 1 for labels in FINDING_LABELS},
         f'gpunode_health_sightings{{code="13",device="{GPU}"}}': 5,
         f'gpunode_health_sightings{{code="95",device="{GPU}"}}': 1,
         f'gpunode_health_recovering{{device="{GPU}"}}': 1,

@@ -17,13 +17,14 @@ class Partition:
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """What health needs of a GPU. `switched`: its NVLinks end in switches."""
+    """What health needs of a GPU. `switched`: its NVLinks end in switches. `mig`: it is in MIG mode."""
 
     name: str
     uuid: str
     pci: PciAddress
     switched: bool = False
     partitions: tuple[Partition, ...] = ()
+    mig: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ class DeviceMap:
         return tuple(p.name for known in self.gpus if known.name == gpu for p in known.partitions)
 
     def behind_switch(self, switch: PciAddress, link: int | None) -> tuple[str, ...]:
-        """GPUs that a switch fault reaches: the one at the port where that is known, else all on switches."""
+        """GPUs that a switch fault reaches: the one at the port where that is known, else all on switches.
+
+        Where the driver does not say what links end at, a node that has a switch has all its GPUs on it.
+        """
         if link is not None and (name := self.switch_ports.get((switch, link))):
             return (name,)
-        return tuple(gpu.name for gpu in self.gpus if gpu.switched)
+        return tuple(gpu.name for gpu in self.gpus if gpu.switched) or tuple(gpu.name for gpu in self.gpus)
 
 
 def _partition_name(gpu: Gpu, mig: MigSlice) -> str:
@@ -82,6 +86,7 @@ def device_map(inventory: Inventory, partition_name: Callable[[Gpu, MigSlice], s
                 gpu.pci,
                 any(link.peer == "switch" for link in gpu.links),
                 tuple(Partition(partition_name(gpu, m), m.gpu_instance, m.compute_instance) for m in gpu.mig),
+                gpu.mig_enabled,
             )
             for gpu in inventory.gpus
         ),

@@ -31,23 +31,26 @@ from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, No
 
 
 def coalesce(signals: Iterable[Signal]) -> list[Signal]:
-    """Equal XIDs and SXids of one batch as one signal with a count; the order of first sightings is kept.
+    """Equal XIDs and SXids in a row as one signal with a count; the order of first sightings is kept.
+
+    Only in a row: a reset between two of them must stay between them.
 
     Texts differ in addresses and numbers, so only the first text of a code, instance and process is kept: a
     storm of one code costs one signal a batch (one a process for the codes whose rules count processes).
     """
     merged: dict[object, Signal] = {}
+    run = 0
     for signal in signals:
         match signal:
             case XidSignal():
                 pid = signal.pid if str(signal.code) in rules.REPEATABLE else None
-                key: object = (signal.pci, signal.code, signal.gi, signal.ci, pid, bool(signal.text))
-                if str(signal.code) in rules.DETAILED:
-                    key = (key, signal.text)
+                text = signal.text if str(signal.code) in rules.DETAILED else bool(signal.text)
+                key: object = (run, signal.pci, signal.code, signal.gi, signal.ci, pid, text)
             case SxidSignal():
-                key = (signal.pci, signal.code, signal.link, signal.fatal)
+                key = (run, signal.pci, signal.code, signal.link, signal.fatal)
             case _:
-                key = len(merged), object()
+                run += 1
+                key = run
         known = merged.get(key)
         if isinstance(known, XidSignal | SxidSignal) and isinstance(signal, XidSignal | SxidSignal):
             merged[key] = replace(known, count=known.count + signal.count)

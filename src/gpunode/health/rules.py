@@ -82,6 +82,12 @@ class Seen:
     worse: Raise | None = None
 
 
+def over(message: str, why: str) -> str:
+    """The sentence that a fault is over, from the sentence that it began with."""
+    head, end, _ = message.rpartition("): ")
+    return f"{head + ')' if end else message[: MAX_MESSAGE // 2]} is over: {why}"[:MAX_MESSAGE]
+
+
 def as_seen(effect: Raise) -> Seen:
     """A fault that the policy calls harmless."""
     return Seen(effect.device, effect.code, effect.message, effect.kernel, effect.nvml, dimension=effect.dimension)

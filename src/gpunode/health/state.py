@@ -34,7 +34,8 @@ class Instant:
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One standing fault. `last`, `recovering`: uptime of the last sighting and since when its end is in sight.
+    """One standing fault. `last`, `recovering`: uptime of the last sighting and since when its end is in sight,
+    and `because` of what.
 
     kernel, nvml: sightings by source; both report each event, so the larger one is the number of events.
     detailed: the verdict rests on the text, not only on the code.
@@ -46,6 +47,7 @@ class Entry(msgspec.Struct, frozen=True):
     nvml: int = 0
     detailed: bool = False
     recovering: float | None = None
+    because: str = ""
 
     @property
     def count(self) -> int:

@@ -27,6 +27,14 @@ from gpunode.model.health import Clear, Dimension, Finding, GpuSample, Level, Re
 
 SEVERITY = {Level.HEALTHY: 0, Level.DEGRADED: 1, Level.UNHEALTHY: 2}
 _MAX_PIDS = 16
+# More than a node has, and more than NVIDIA has codes: a flood of nonsense must not fill the state.
+_MAX_DEVICES = 2048
+_MAX_DEGRADED = 256
+_BECAUSE = {
+    Clear.RESET: "the GPU was reset",
+    Clear.VERDICT: "the driver asks for nothing any more",
+    Clear.SAMPLE: "the GPU no longer shows it",
+}
 # NVML and the kernel log tell of one event within this time of each other.
 _SAME_EVENT_S = 2.0
 
@@ -58,7 +66,9 @@ class Work:
     def rebooted(self) -> None:
         """End what a reboot ends, and forget the uptimes of the boot before: they mean nothing in this one."""
         for device in list(self.devices):
-            self.end(device, Clear.REBOOT, "the host was rebooted", at_once=True)
+            for key, entry in self._get(device).entries.items():
+                if Clear.REBOOT in entry.finding.clears:
+                    self._lift(device, key, "the host was rebooted", count_flap=False)
             state, now = self.devices[device], self._now.uptime
             entries = {k: msgspec.structs.replace(e, last=now, recovering=None) for k, e in state.entries.items()}
             if entries:
@@ -103,7 +113,7 @@ class Work:
         if state.uuid and sample.uuid and state.uuid != sample.uuid:
             self._drop_all(device, f"the board was replaced: {sample.uuid} is new")
             state = self._get(device)
-        raised = samples.effects(device, sample, state, polled)
+        raised = samples.effects(device, self._without_mig_links(sample), state, self._switched(polled))
         self.apply(*raised)
         if not sample.present:
             self._update(device, sampled=self._now.uptime, valid=False, absent=state.absent + 1)
@@ -115,7 +125,7 @@ class Work:
             valid=not sample.error,
             absent=0,
             links_seen=max(state.links_seen, sample.links_active or 0),
-            ecc=sample.ecc_uncorrected or 0,
+            ecc=state.ecc if sample.ecc_uncorrected is None else sample.ecc_uncorrected,
         )
         if state.ecc and sample.ecc_uncorrected == 0:
             self.end(device, Clear.RESET)
@@ -123,6 +133,16 @@ class Work:
             self.verdict(device, sample.recovery)
         shown = frozenset(f"{e.dimension}/{e.code}" for e in raised if isinstance(e, rules.Raise))
         self.end(device, Clear.SAMPLE, spared=shown | samples.unknown(sample))
+
+    def _without_mig_links(self, sample: GpuSample) -> GpuSample:
+        """MIG mode switches NVLinks off, which is no fault."""
+        mig = any(gpu.mig for gpu in self.map.gpus if gpu.uuid == sample.uuid)
+        return replace(sample, links_active=None) if mig else sample
+
+    def _switched(self, polled: list[GpuSample]) -> list[GpuSample]:
+        """GPUs behind switches must all have the same links; bridges may join just some of a node's GPUs."""
+        switched = {gpu.uuid for gpu in self.map.gpus if gpu.switched}
+        return [sample for sample in polled if sample.uuid in switched]
 
     def prepared(self, result: PrepareResult) -> None:
         failures = self._get(result.device).prepare_failures + 1 if result.error else 0
@@ -139,20 +159,16 @@ class Work:
         if signal.dimension is None:
             self.devices.pop(signal.device, None)
 
-    def end(
-        self, device: str, event: Clear, why: str = "", spared: frozenset[str] = frozenset(), *, at_once: bool = False
-    ) -> None:
+    def end(self, device: str, event: Clear, spared: frozenset[str] = frozenset()) -> None:
         """Begin the hold-down of every fault that the event may end, of a device and of its partitions.
 
-        at_once: lift them, saying why. spared: keys that stay as they are.
+        spared: keys that stay as they are.
         """
         for name, key, entry in self._standing(device):
-            if event not in entry.finding.clears or key in spared:
-                continue
-            if at_once:
-                self._lift(name, key, why, count_flap=False)
-            elif entry.recovering is None and self._old_enough(entry):
-                self._put(name, key, msgspec.structs.replace(entry, recovering=self._now.uptime))
+            may_end = event in entry.finding.clears and key not in spared
+            if may_end and entry.recovering is None and self._old_enough(entry):
+                begun = msgspec.structs.replace(entry, recovering=self._now.uptime, because=_BECAUSE[event])
+                self._put(name, key, begun)
 
     def _relapse(self, device: str, event: Clear) -> None:
         for name, key, entry in self._standing(device):
@@ -198,7 +214,8 @@ class Work:
                 if since > self._now.uptime:
                     self._put(device, key, msgspec.structs.replace(entry, recovering=self._now.uptime))
                 elif self._validated(device, since) and self._now.uptime - since >= self._hold_down(device, entry):
-                    self._lift(device, key, "it is over and stayed so for the hold-down")
+                    held_down = f"{entry.because}, and nothing spoke against it for {self._now.uptime - since:.0f} s"
+                    self._lift(device, key, held_down)
 
     def _validated(self, device: str, since: float) -> bool:
         """A GPU that is polled at all must have answered well after the end began."""
@@ -225,6 +242,8 @@ class Work:
         effect = replace(effect, level=level)
         state, key = self._get(effect.device), f"{effect.dimension}/{effect.code}"
         known = state.entries.get(key)
+        if known is None and level is Level.DEGRADED and len(state.entries) >= _MAX_DEGRADED:
+            return
         if known is None:
             self._count_flap(effect.device, effect.dimension)
             finding = _finding(effect, self._now.text)
@@ -312,7 +331,7 @@ class Work:
         else:
             flaps.pop(dimension, None)
         self._update(device, entries={k: e for k, e in state.entries.items() if k != key}, flaps=flaps)
-        message = f"{entry.finding.message.split(':')[0]} is over: {why}"[: rules.MAX_MESSAGE]
+        message = rules.over(entry.finding.message, why)
         at, code = self._now.text, entry.finding.code
         self._transitions.append(Transition(at, device, dimension, code, "cleared", Level.HEALTHY, message))
 
@@ -334,6 +353,8 @@ class Work:
         self._update(device, entries={**self._get(device).entries, key: entry})
 
     def _update(self, device: str, **changes: object) -> None:
+        if device not in self.devices and len(self.devices) >= _MAX_DEVICES:
+            return
         self.devices[device] = msgspec.structs.replace(self._get(device), **changes)
 
 
