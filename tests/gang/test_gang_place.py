@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenario import CONFIG, NOW, Scenario, allocated, devices, places, reasons, run, scenario
 
+from gpunode.allocate.ask import Failure
+from gpunode.gang.board import MAX_GANG_TRIALS, Board
 from gpunode.gang.decide import decide
+from gpunode.gang.derived import Derived
+from gpunode.gang.gangs import find_gangs
+from gpunode.gang.place import NoPlace, Placed, bundle, place_units
 from gpunode.model.core import PodResourceClaim
 from gpunode.model.gang import Place
 
@@ -213,6 +218,21 @@ def test_the_room_of_a_released_pod_is_taken_before_it_is_bound() -> None:
     pod = world.pods["default/first"]
     world.pods["default/first"] = replace(pod, spec=replace(pod.spec, node_name=""))
     assert places(decide(world.snapshot(), NOW, CONFIG)) == {}
+
+
+def test_a_spent_budget_proves_nothing_and_leaves_no_trace() -> None:
+    snapshot = scenario("node n1\nnode n2\ngang g pods=4,4,8").snapshot()
+    derived = Derived()
+    view = derived.begin(snapshot, CONFIG)
+    board = Board(snapshot, derived, view)
+    (state,) = find_gangs(snapshot, derived.owners(snapshot, view, CONFIG))
+    units = bundle(board, state.waiting)
+    assert not isinstance(units, Failure)
+    board.budget = 12  # one search of 8 devices and part of the next
+    answer = place_units(board, units, (board.nodes,), {})
+    assert isinstance(answer, NoPlace) and not answer.proved
+    board.budget = MAX_GANG_TRIALS
+    assert isinstance(place_units(board, units, (board.nodes,), {}), Placed)
 
 
 @st.composite

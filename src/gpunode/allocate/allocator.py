@@ -296,14 +296,22 @@ def take_devices(
 
     choice: index of the alternative to use, by `alternatives_key`; requests not named try theirs in order.
     """
-    search = _Search(ask, devices, found, usage, choice or {})
+    return count_and_take(ask, devices, found, usage, choice or {})[0]
+
+
+def count_and_take(
+    ask: Ask, devices: NodeDevices, found: Candidates, usage: Usage, choice: Mapping[tuple[str, ...], int]
+) -> tuple[tuple[Pick, ...] | Failure, int]:
+    """As `take_devices`, with the number of device trials it took."""
+    search = _Search(ask, devices, found, usage, choice)
     if search.run():
-        return tuple(search.picks)
+        return tuple(search.picks), search.trials
+    failure = search.failure[1] if search.failure else Failure(FailureKind.NOT_ENOUGH, "no devices")
     if search.trials > MAX_TRIALS:
-        return Failure(FailureKind.SEARCH_LIMIT, f"no devices found within {MAX_TRIALS} trials")
-    if devices.invalid and search.failure is not None and search.failure[1].kind == FailureKind.NOT_ENOUGH:
-        return Failure(FailureKind.POOL_INVALID, f"pool {devices.invalid[0]}", search.failure[1].claim)
-    return search.failure[1] if search.failure else Failure(FailureKind.NOT_ENOUGH, "no devices")
+        failure = Failure(FailureKind.SEARCH_LIMIT, f"no devices found within {MAX_TRIALS} trials")
+    elif devices.invalid and failure.kind is FailureKind.NOT_ENOUGH:
+        failure = Failure(FailureKind.POOL_INVALID, f"pool {devices.invalid[0]}", failure.claim)
+    return failure, search.trials
 
 
 def give_devices(picks: Iterable[Pick], usage: Usage) -> None:

@@ -92,14 +92,17 @@ class NodeDevices:
     """The devices one node can use, in allocation order, and the pools it cannot use yet.
 
     incomplete, invalid: `driver/pool` names, the latter with the reason.
-    simple: no counters and no shareable devices, so that a device is either free or taken.
+    shareable: positions of devices that several claims may share.
+    counters: capacities of the pools' counters, as one comparable value; None if a pool with counters also serves
+    other nodes, so that what is left of them does not depend on this node's devices alone.
     """
 
     node: str
     devices: tuple[PoolDevice, ...]
     incomplete: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
-    simple: bool = True
+    shareable: tuple[int, ...] = ()
+    counters: tuple[object, ...] | None = ()
 
 
 def matching_taints(id_: DeviceId, device: Device, rules: Iterable[DeviceTaintRule]) -> tuple[DeviceTaint, ...]:
@@ -227,10 +230,15 @@ def devices_on(node: Node, pools: Iterable[Pool]) -> NodeDevices:
     bound: list[PoolDevice] = []
     incomplete: list[str] = []
     invalid: list[str] = []
+    counters: list[object] = []
+    local = True
     for pool in pools:
         usable = _usable(node, pool)
         if usable is None:
             continue
+        if pool.counters:
+            local = local and pool.local == node.metadata.name
+            counters.append((pool.driver, tuple(sorted(pool.counters.items()))))
         name = f"{pool.driver}/{pool.name}"
         if not pool.complete:
             incomplete.append(name)
@@ -241,8 +249,14 @@ def devices_on(node: Node, pools: Iterable[Pool]) -> NodeDevices:
             for device in usable:
                 (bound if device.device.binding_conditions else devices).append(device)
     every = (*devices, *bound)
-    simple = not any(d.counters or d.device.allow_multiple_allocations for d in every)
-    return NodeDevices(node.metadata.name, every, tuple(incomplete), tuple(invalid), simple)
+    return NodeDevices(
+        node=node.metadata.name,
+        devices=every,
+        incomplete=tuple(incomplete),
+        invalid=tuple(invalid),
+        shareable=tuple(i for i, d in enumerate(every) if d.device.allow_multiple_allocations),
+        counters=tuple(counters) if local else None,
+    )
 
 
 def _usable(node: Node, pool: Pool) -> tuple[PoolDevice, ...] | None:

@@ -84,6 +84,11 @@ class Usage:
             for name, text in consumed.items()
         )
 
+    def shares(self, device: PoolDevice) -> tuple[object, ...]:
+        """What is shared out of a device, as a comparable value."""
+        used = self._consumed.get(device.id, {})
+        return (self._shares.get(device.id, 0), tuple(sorted(item for item in used.items() if item[1])))
+
     def _counters_left(self, device: PoolDevice) -> bool:
         key = (device.id.driver, device.id.pool)
         used, total = self._counters.get(key, {}), self._pools[key].counters

@@ -8,7 +8,7 @@ from datetime import datetime
 from gpunode.allocate.allocator import allocations
 from gpunode.allocate.ask import Failure
 from gpunode.gang import reasons
-from gpunode.gang.board import Board, Choice, Put, Unit, location
+from gpunode.gang.board import MAX_GANG_TRIALS, Board, Choice, Put, Unit, location
 from gpunode.gang.gangs import GangState, Member
 from gpunode.gang.place import NoPlace, Placed, bundle, place_units, settled
 from gpunode.gang.settled import SURPLUS
@@ -36,6 +36,7 @@ def admit(board: Board, state: GangState, now: datetime) -> Outcome:
     obstacle = _obstacle(state)
     if obstacle is not None:
         return Outcome(reason=obstacle)
+    board.budget = MAX_GANG_TRIALS
     units = bundle(board, waiting)
     if isinstance(units, Failure):
         return Outcome(reason=reasons.refused(units))

@@ -6,8 +6,9 @@ room taken by every pod that has a node or is about to get one.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from gpunode.allocate.allocator import Pick, give_devices, take_devices
+from gpunode.allocate.allocator import Pick, count_and_take, give_devices
 from gpunode.allocate.ask import Ask, Failure, FailureKind
 from gpunode.allocate.cel import SelectorError
 from gpunode.allocate.nodefit import Misfit, NodeRoom, PodNeeds, static_misfit
@@ -21,6 +22,9 @@ from gpunode.model.core import Pod
 from gpunode.model.gang import Reason, Snapshot
 from gpunode.model.resource import AllocationResult, NodeSelector, ResourceClaim
 
+# Device trials of one gang's turn, about a second of work; a plain gang takes one a device.
+MAX_GANG_TRIALS: Final = 500_000
+
 Choice = Mapping[tuple[str, ...], int]
 Refusal = Misfit | Failure
 
@@ -29,13 +33,15 @@ Refusal = Misfit | Failure
 class Shape:
     """What interchangeable units have in common.
 
-    needs: one entry a pod. within: node selectors of claims that are allocated already. size: devices needed.
+    needs: one entry a pod. static: for each, what is known of its static misfits, by node.
+    within: node selectors of claims that are allocated already. size: devices needed.
     """
 
     needs: tuple[PodNeeds, ...]
     ask_key: tuple[bytes, ...]
     within: tuple[NodeSelector, ...]
     size: int
+    static: tuple[dict[str, Misfit | None], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +79,14 @@ class Board:
         self._log: list[tuple[Put, int, int]] = []
         self._versions: dict[str, int] = {}
         self._version = 0
+        # Device trials left to the gang whose turn it is; whoever gives gangs their turn sets it.
+        self.budget = MAX_GANG_TRIALS
         # Equal values mean that nothing was placed or freed in between.
         self.state = 0
         self._shapes: dict[object, Shape] = {}
         self._fits: dict[tuple[Shape, object], dict[str, tuple[int, Refusal | None]]] = {}
         self._fitting: dict[tuple[Shape, object, tuple[str, ...]], tuple[int, tuple[str, ...] | Failure]] = {}
-        self._static: dict[tuple[PodNeeds, str], Misfit | None] = {}
+        self._static: dict[object, dict[str, Misfit | None]] = {}
         self._held: dict[str, tuple[int, int]] = {}
         self._holders: dict[DeviceId, tuple[str, bool]] | None = None
         # Reasons by what was asked, with the state they were found in.
@@ -141,7 +149,9 @@ class Board:
         key = (tuple(needs), tuple(self.derived.spec_key(c) for c in todo), within)
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = Shape(key[0], key[1], within, ask.least_devices if ask else 0)
+            static = tuple(self._static.setdefault((n.selector, n.affinity, n.tolerations), {}) for n in needs)
+            shape = Shape(key[0], key[1], within, ask.least_devices if ask else 0, static)
+            self._shapes[key] = shape
         return Unit(members, shape, ask)
 
     # -- fit ---------------------------------------------------------------------------------------------------
@@ -154,8 +164,14 @@ class Board:
         if known is not None and known[0] == stamp:
             return known[1]
         answer = self._refusal(unit, node, choice)
-        table[node] = (stamp, answer)
+        if not self.exhausted:
+            table[node] = (stamp, answer)
         return answer
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the present gang has used up its search: refusals then prove nothing."""
+        return self.budget <= 0
 
     def fitting(self, unit: Unit, nodes: tuple[str, ...], choice: Choice) -> tuple[str, ...] | Failure:
         """Those of the nodes that take the unit now, or a failure that no node can cure."""
@@ -164,7 +180,8 @@ class Board:
         if known is not None and known[0] == self.state:
             return known[1]
         answer = self._all_fitting(unit, nodes, choice)
-        self._fitting[key] = (self.state, answer)
+        if not self.exhausted:
+            self._fitting[key] = (self.state, answer)
         return answer
 
     def _all_fitting(self, unit: Unit, nodes: tuple[str, ...], choice: Choice) -> tuple[str, ...] | Failure:
@@ -190,11 +207,10 @@ class Board:
 
     def static(self, unit: Unit, node: str) -> Misfit | None:
         """What keeps the unit off the node whatever else runs there."""
-        for needs in unit.shape.needs:
-            key = (needs, node)
-            if key not in self._static:
-                self._static[key] = static_misfit(needs, self.snapshot.nodes[node])
-            misfit = self._static[key]
+        for needs, table in zip(unit.shape.needs, unit.shape.static, strict=True):
+            if node not in table:
+                table[node] = static_misfit(needs, self.snapshot.nodes[node])
+            misfit = table[node]
             if misfit is not None:
                 return misfit
         for selector in unit.shape.within:
@@ -224,7 +240,7 @@ class Board:
         return self.derived.match(unit.shape.ask_key, unit.ask, self.view.nodes[node])
 
     def held(self, node: str) -> int:
-        """Bit mask of the positions of the node's devices that are in use."""
+        """Bit mask of the positions of the node's devices that are given out whole."""
         stamp = self.stamp(node)
         known = self._held.get(node)
         if known is not None and known[0] == stamp:
@@ -252,22 +268,28 @@ class Board:
             match = self.match(unit, node)
         except SelectorError as error:
             return Failure(FailureKind.SELECTOR, str(error))
-        if match.look is None:
-            return self._trial(ask, self.view.nodes[node], match, choice)
-        key = (match.look, _choice_key(choice), self.held(node))
-        answer = self.derived.trials.get(key)
-        if answer is None:
-            answer = self.derived.trials[key] = self._trial(ask, self.view.nodes[node], match, choice)
-        return answer
+        if self.budget <= 0:
+            return Failure(FailureKind.SEARCH_LIMIT, "the bound on the search for this gang is reached")
+        devices = self.view.nodes[node]
+        shares = tuple(self.usage.shares(devices.devices[p]) for p in devices.shareable)
+        key = (match.look, _choice_key(choice), self.held(node), shares)
+        known = self.derived.trials.get(key) if match.look is not None else None
+        if known is None:
+            known = self._trial(ask, devices, match, choice)
+            if match.look is not None:
+                self.derived.trials[key] = known
+        # Remembered work is charged too, so that the answer does not depend on what is remembered.
+        self.budget -= known[1]
+        return known[0]
 
     def _trial(
         self, ask: Ask, devices: NodeDevices, match: Match, choice: Choice
-    ) -> tuple[tuple[int, int], ...] | Failure:
-        picks = take_devices(ask, devices, match.found, self.usage, choice)
+    ) -> tuple[tuple[tuple[int, int], ...] | Failure, int]:
+        picks, trials = count_and_take(ask, devices, match.found, self.usage, choice)
         if isinstance(picks, Failure):
-            return picks
+            return picks, trials
         give_devices(picks, self.usage)
-        return tuple((p.want.index, p.position) for p in picks)
+        return tuple((p.want.index, p.position) for p in picks), trials
 
     def holders(self) -> dict[DeviceId, tuple[str, bool]]:
         """Who holds each device, for sentences: a name, and whether the holder is terminating."""

@@ -67,7 +67,8 @@ class View:
 class Match:
     """How one kind of ask meets one node.
 
-    look: equal for nodes on which the same search has the same outcome, position by position; None if unknown.
+    look: equal for nodes on which the same search has the same outcome, position by position, as long as the same
+    positions are in use; None if that is not known.
     usable: bit mask of the positions that any want could take.
     """
 
@@ -91,7 +92,7 @@ class Derived:
         self._matches: dict[tuple[bytes, ...], dict[str, tuple[NodeDevices, Match | SelectorError]]] = {}
         self._used: set[tuple[bytes, ...]] = set()
         self._looks: dict[object, int] = {}
-        self.trials: dict[object, tuple[tuple[int, int], ...] | Failure] = {}
+        self.trials: dict[object, tuple[tuple[tuple[int, int], ...] | Failure, int]] = {}
 
     def begin(self, snapshot: Snapshot, config: Config) -> View:
         """Bring the caches in step with a snapshot."""
@@ -186,7 +187,7 @@ class Derived:
         for positions in found.usable:
             for position in positions:
                 usable |= 1 << position
-        if not devices.simple or devices.incomplete or devices.invalid:
+        if devices.counters is None:
             return Match(found, None, usable)
         values: dict[object, int] = {}
         normal = tuple(
@@ -198,7 +199,14 @@ class Derived:
         group = tuple(groups.setdefault(d.group, len(groups)) for d in devices.devices)
         pools: dict[object, int] = {}
         pool = tuple(pools.setdefault((d.id.driver, d.id.pool), len(pools)) for d in devices.devices)
-        look = (key, found.usable, found.matching, normal, group, pool)
+        counters = tuple(d.counters for d in devices.devices) if devices.counters else None
+        shares = tuple((at, tuple(sorted(share.items()))) for at, share in sorted(found.consumed.items()))
+        sizes = tuple(tuple(sorted((n, c.value) for n, c in devices.devices[p].device.capacity.items()))
+                      for p in devices.shareable)  # fmt: skip
+        look = (
+            *(key, found.usable, found.matching, normal, group, pool, shares, sizes),
+            *(counters, devices.counters, devices.shareable, devices.incomplete, devices.invalid),
+        )
         return Match(found, self._looks.setdefault(look, len(self._looks)), usable)
 
     def owners(self, snapshot: Snapshot, view: View, config: Config) -> Owners:

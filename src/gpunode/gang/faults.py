@@ -14,7 +14,7 @@ from gpunode.allocate.allocator import tolerated
 from gpunode.allocate.ask import Failure
 from gpunode.allocate.pools import DeviceId, result_id
 from gpunode.gang.admit import decision_id, topology_domains
-from gpunode.gang.board import Board, location
+from gpunode.gang.board import MAX_GANG_TRIALS, Board, location
 from gpunode.gang.derived import View
 from gpunode.gang.gangs import GangState, Member, Stage
 from gpunode.gang.place import Placed, bundle, place_units
@@ -194,6 +194,7 @@ def _plan(board: Board, state: GangState) -> list[str] | None:
     pods = [m.pod for m in state.members]
     claims = list({c.metadata.key: c for m in state.members for c in m.claims}.values())
     board.release(pods, claims)
+    board.budget = MAX_GANG_TRIALS
     fresh = tuple(_restarted(m) for m in state.members)
     units = bundle(board, fresh)
     placed = None

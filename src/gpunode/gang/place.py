@@ -16,7 +16,9 @@ from gpunode.allocate.nodefit import Misfit
 from gpunode.gang.board import Board, Choice, Put, Refusal, Unit
 from gpunode.gang.gangs import Member
 
-# Bounds of the exact search: placements tried, nodes and units it is used for.
+# Greedy runs for one gang, over all its domains, alternatives and orders.
+MAX_RUNS: Final = 512
+# Bounds of the exact search: placements tried for one gang, nodes and units it is used for.
 MAX_TRIES: Final = 3_000
 MAX_EXACT_NODES: Final = 64
 MAX_EXACT_UNITS: Final = 64
@@ -42,6 +44,14 @@ class Placed:
     puts: tuple[Put, ...]
     choice: Choice
     nodes: tuple[str, ...]
+
+
+@dataclass
+class Effort:
+    """What is left of the bounds on one attempt: greedy runs, and placements tried by the exact search."""
+
+    runs: int = MAX_RUNS
+    tries: int = MAX_TRIES
 
 
 def bundle(board: Board, members: Sequence[Member]) -> tuple[Unit, ...] | Failure:
@@ -79,16 +89,17 @@ def place_units(
 
     domains: sets of nodes, any one of which will do, preferred first. fixed: alternatives that are settled.
     """
+    effort = Effort()
     proved = True
     for choice in choices(units, fixed):
         for nodes in domains:
-            answer = _solve(board, units, nodes, choice)
+            answer = _solve(board, units, nodes, choice, effort)
             if not isinstance(answer, NoPlace):
                 return Placed(answer, choice, nodes)
             if answer.failure is not None:
                 return answer
             proved = proved and answer.proved
-    return NoPlace(proved)
+    return NoPlace(proved and not board.exhausted)
 
 
 def choices(units: Sequence[Unit], fixed: Choice) -> Iterator[Choice]:
@@ -125,7 +136,9 @@ def settled(members: Sequence[Member], units: Sequence[Unit]) -> Choice:
     return fixed
 
 
-def _solve(board: Board, units: Sequence[Unit], nodes: tuple[str, ...], choice: Choice) -> tuple[Put, ...] | NoPlace:
+def _solve(
+    board: Board, units: Sequence[Unit], nodes: tuple[str, ...], choice: Choice, effort: Effort
+) -> tuple[Put, ...] | NoPlace:
     """Place all units on these nodes, or leave the board as it was."""
     groups = _groups(units)
     options: list[tuple[str, ...]] = []
@@ -137,6 +150,9 @@ def _solve(board: Board, units: Sequence[Unit], nodes: tuple[str, ...], choice: 
             return NoPlace(True)
         options.append(fitting)
     for order in (_compact, _best_fit, _worst_fit):
+        effort.runs -= 1
+        if effort.runs < 0:
+            return NoPlace(False)
         mark = board.mark()
         puts = _greedy(board, groups, options, choice, order)
         if puts is not None:
@@ -147,9 +163,8 @@ def _solve(board: Board, units: Sequence[Unit], nodes: tuple[str, ...], choice: 
             return NoPlace(True)
     if len(nodes) > MAX_EXACT_NODES or len(units) > MAX_EXACT_UNITS:
         return NoPlace(False)
-    search = _Exact(board, [unit for group in groups for unit in group], nodes, choice)
-    found = search.run(0, 0)
-    return tuple(search.puts) if found else NoPlace(search.tries <= MAX_TRIES)
+    search = _Exact(board, [unit for group in groups for unit in group], nodes, choice, effort)
+    return tuple(search.puts) if search.run(0, 0) else NoPlace(effort.tries > 0)
 
 
 def _groups(units: Sequence[Unit]) -> list[list[Unit]]:
@@ -237,10 +252,10 @@ def _worst_fit(board: Board, todo: list[Unit], nodes: Sequence[str], used: set[s
 class _Exact:
     """Depth-first search over nodes; equal units only go to nodes in one direction, to try each set once."""
 
-    def __init__(self, board: Board, units: list[Unit], nodes: Sequence[str], choice: Choice) -> None:
+    def __init__(self, board: Board, units: list[Unit], nodes: Sequence[str], choice: Choice, effort: Effort) -> None:
         self._board, self._units, self._nodes, self._choice = board, units, nodes, choice
+        self._effort = effort
         self.puts: list[Put] = []
-        self.tries = 0
 
     def run(self, number: int, start: int) -> bool:
         if number == len(self._units):
@@ -248,9 +263,9 @@ class _Exact:
         unit = self._units[number]
         follows = number + 1 < len(self._units) and self._units[number + 1].shape is unit.shape
         for index in range(start, len(self._nodes)):
-            self.tries += 1
-            if self.tries > MAX_TRIES:
+            if self._effort.tries <= 0:
                 return False
+            self._effort.tries -= 1
             mark = self._board.mark()
             answer: Put | Refusal = self._board.put(unit, self._nodes[index], self._choice)
             if isinstance(answer, Misfit | Failure):
@@ -260,6 +275,4 @@ class _Exact:
                 return True
             self.puts.pop()
             self._board.undo(mark)
-            if self.tries > MAX_TRIES:
-                return False
         return False
