@@ -177,9 +177,15 @@ class FakeSharing:
 
     def reset(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> None:
         for device in devices:
-            self._check(device)
-            self.step(f"reset sharing of {device}")
-            (self.directory / device).unlink(missing_ok=True)
+            self.clear(device)
+
+    def active(self) -> frozenset[str]:
+        return frozenset(file.name for file in self.directory.iterdir())
+
+    def clear(self, device: str) -> None:
+        self._check(device)
+        self.step(f"reset sharing of {device}")
+        (self.directory / device).unlink(missing_ok=True)
 
     def _check(self, device: str) -> None:
         if device in self.broken:

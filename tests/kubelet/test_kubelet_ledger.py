@@ -78,7 +78,7 @@ def test_a_partition_that_vanished_is_made_again(node: Machine) -> None:
 def test_a_half_made_partition_and_a_stray_one_are_removed(node: Machine) -> None:
     (node.partitioner.directory / f"{PARTITIONS[0]}.gi").touch()
     repairs, _ = node.ledger().repair()
-    assert repairs.partitions_removed == (PARTITIONS[0],)
+    assert repairs.strays_removed == (PARTITIONS[0],)
     node.check()
 
 

@@ -86,6 +86,10 @@ class CdiStore:
     def path(self, uid: str) -> Path:
         return self._directory / f"{self._prefix}{uid}.json"
 
+    def known(self, uid: str) -> bool:
+        """Whether there is a file for a claim, so that it was prepared. The UID is untrusted."""
+        return uid.replace("-", "").isalnum() and self.path(uid).exists()
+
     def ensure(self, entry: Entry) -> bool:
         """Make the file of one completed entry right; True if it had to be written. Raises OSError."""
         path = self.path(entry.uid)
@@ -98,13 +102,16 @@ class CdiStore:
         write_atomic(path, wanted, durable=False, step=self._step)
         return True
 
-    def reconcile(self, entries: Mapping[str, Entry]) -> tuple[int, int]:
-        """Make the directory match the completed entries; returns (files written, orphans removed). Raises OSError."""
+    def reconcile(self, entries: Mapping[str, Entry], *, keep_orphans: bool = False) -> tuple[int, int]:
+        """Make the directory match the completed entries; returns (files written, orphans removed). Raises OSError.
+
+        keep_orphans: files without an entry stay, because they may belong to entries that were lost.
+        """
         completed = [e for e in entries.values() if e.state is State.COMPLETED]
         written = sum(self.ensure(entry) for entry in completed)
         wanted = {self.path(entry.uid).name for entry in completed}
         removed = 0
-        if self._directory.is_dir():
+        if self._directory.is_dir() and not keep_orphans:
             for path in self._directory.iterdir():
                 name = path.name
                 ours = name.startswith(self._prefix) or (name.startswith("." + self._prefix) and name.endswith(".tmp"))

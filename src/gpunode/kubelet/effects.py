@@ -4,7 +4,7 @@ Whole GPUs used as they are need nothing here. Partitions are made and removed, 
 be called again after a kill, so an interrupted preparation is finished by doing it again and rolled back by undoing it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -98,6 +98,23 @@ class Effects:
                     self.partitioner.remove(held.device)
                 except HardwareError as error:
                     raise _failed(entry, (held.device,), f"removing partition {held.device}", error) from error
+
+    def remove_strays(self, entries: Iterable[Entry]) -> Iterator[str]:
+        """Undo, one by one, what no entry owns: half-made partitions, or what a lost entry left; yields device names.
+
+        Raises HardwareError.
+        """
+        owned = [d for entry in entries for d in entry.devices if not d.admin]
+        if self.sharing is not None:
+            for device in sorted(self.sharing.active() - {d.device for d in owned if d.sharing is not None}):
+                self.step(f"clear sharing of {device}")
+                self.sharing.clear(device)
+                yield device
+        if self.partitioner is not None:
+            for device in sorted(self.partitioner.existing() - {d.device for d in owned}):
+                self.step(f"remove stray {device}")
+                self.partitioner.remove(device)
+                yield device
 
 
 def _by_sharing(entry: Entry, nodes: Mapping[str, DeviceNodes]) -> dict[Sharing, dict[str, DeviceNodes]]:

@@ -35,14 +35,15 @@ class LostEntriesError(Exception):
 
 @dataclass(frozen=True)
 class Repairs:
-    """What a look at the node put right: CDI files written and removed, partitions removed, claims rolled back.
+    """What a look at the node put right: CDI files written and removed, strays in hardware removed (by device name),
+    claims rolled back.
 
     lost: the book lost entries, which `adopt` brings back from live claims.
     """
 
     files_written: int = 0
     files_removed: int = 0
-    partitions_removed: tuple[str, ...] = ()
+    strays_removed: tuple[str, ...] = ()
     rolled_back: int = 0
     lost: bool = False
 
@@ -70,7 +71,8 @@ class Ledger:
             if loaded.lost and not tolerate_loss:
                 raise LostEntriesError
             answer = self._decide_all(asked, entries)
-            decided = [e for e in answer.values() if isinstance(e, Entry)]
+            # A claim that has nothing of ours is answered and not remembered.
+            decided = [e for e in answer.values() if isinstance(e, Entry) and e.devices]
             entries |= {entry.uid: entry for entry in decided}
             if entries != loaded.entries:
                 self.checkpoint.save(entries, lost=loaded.lost)
@@ -80,9 +82,9 @@ class Ledger:
             if started:
                 self.checkpoint.save(entries, lost=loaded.lost)
             for uid, result in answer.items():
-                if isinstance(result, Entry):
+                if isinstance(result, Entry) and result.devices:
                     answer[uid] = self._file(result)
-            self._reconcile_files(entries)
+            self._reconcile_files(entries, loaded.lost)
             return answer, entries
 
     def unprepare(self, refs: Iterable[ClaimRef]) -> tuple[dict[str, ClaimError | None], Entries]:
@@ -97,7 +99,7 @@ class Ledger:
             entries |= {entry.uid: entry for entry in undo}
             if entries != loaded.entries:
                 self.checkpoint.save(entries, lost=loaded.lost)
-            self._reconcile_files(entries)
+            self._reconcile_files(entries, loaded.lost)
             for entry in undo:
                 answer[entry.uid] = self._undo(entry, entries)
             if undo:
@@ -115,8 +117,8 @@ class Ledger:
             undone = sum(self._undo(entry, entries) is None for entry in interrupted)
             if entries != loaded.entries:
                 self.checkpoint.save(entries, lost=loaded.lost)
-            written, removed = self._reconcile_files(entries)
-            strays = () if loaded.lost else self._stray_partitions(entries)
+            written, removed = self._reconcile_files(entries, loaded.lost)
+            strays = () if loaded.lost else self._remove_strays(entries)
             return Repairs(written, removed, strays, undone, loaded.lost), entries
 
     def adopt(self, claims: Iterable[ResourceClaim]) -> tuple[list[str], Entries]:
@@ -128,8 +130,8 @@ class Ledger:
             loaded, entries = self._load()
             devices = self.devices()
             back = []
-            # Where two claims were given one device, the older allocation is the one that may be running.
-            for claim in sorted(claims, key=_allocated_at):
+            # Where two claims were given one device, the one with a CDI file was prepared and may be running.
+            for claim in sorted(claims, key=self._likely_running):
                 meta = claim.metadata
                 if meta.uid in entries:
                     continue
@@ -146,13 +148,20 @@ class Ledger:
                 back.append(entry.uid)
             if back or loaded.lost:
                 self.checkpoint.save(entries)
-            self._reconcile_files(entries)
+            self._reconcile_files(entries, lost=False)
+            self._remove_strays(entries)
             return back, entries
 
     def load(self) -> Loaded:
         """What the book says now. Raises OSError, TimeoutError."""
         with self.lock.held():
             return self._load()[0]
+
+    def _likely_running(self, claim: ResourceClaim) -> tuple[bool, str, str]:
+        """Sort key: has a CDI file, then by age of the allocation."""
+        allocation = claim.status.allocation
+        at = (allocation.allocation_timestamp or "") if allocation else ""
+        return (not self.cdi.known(claim.metadata.uid), at, claim.metadata.uid)
 
     def _load(self) -> tuple[Loaded, Entries]:
         """The file as it is, and its entries of this boot: devices of an earlier one are nobody's."""
@@ -231,34 +240,22 @@ class Ledger:
             return ClaimError(ErrorKind.STORAGE, f"claim {entry.key}: cannot write its CDI file: {error}"[:1024])
         return entry
 
-    def _reconcile_files(self, entries: Entries) -> tuple[int, int]:
+    def _reconcile_files(self, entries: Entries, lost: bool) -> tuple[int, int]:
         """Other claims' files are put right on the way; failing at that is not this claim's fault."""
         try:
-            return self.cdi.reconcile(entries)
+            return self.cdi.reconcile(entries, keep_orphans=lost)
         except OSError as error:
             self.notify(Notice("CdiFilesUnrepaired", f"cannot put the CDI directory right: {error}"))
             return 0, 0
 
-    def _stray_partitions(self, entries: Entries) -> tuple[str, ...]:
-        """Remove partitions that no entry owns: half-made ones, or those of a lost entry that nobody claims."""
-        partitioner = self.effects.partitioner
-        if partitioner is None:
-            return ()
-        owned = {d.device for e in entries.values() for d in e.devices}
-        removed = []
+    def _remove_strays(self, entries: Entries) -> tuple[str, ...]:
+        removed: list[str] = []
         try:
-            for name in sorted(partitioner.existing() - owned):
-                self.effects.step(f"remove stray {name}")
-                partitioner.remove(name)
-                removed.append(name)
+            for device in self.effects.remove_strays(entries.values()):
+                removed.append(device)
         except HardwareError as error:
-            self.notify(Notice("PartitionsUnrepaired", f"cannot remove a partition that no claim owns: {error}"))
+            self.notify(Notice("HardwareUnrepaired", f"cannot undo what no claim on this node owns: {error}"))
         return tuple(removed)
-
-
-def _allocated_at(claim: ResourceClaim) -> tuple[str, str]:
-    allocation = claim.status.allocation
-    return (allocation.allocation_timestamp or "" if allocation else "", claim.metadata.uid)
 
 
 def _with_watched_partitions(entry: Entry, others: Iterable[Entry]) -> Entry:

@@ -167,7 +167,7 @@ class SecondLook:
         counts = {
             "cdi-written": repairs.files_written,
             "cdi-removed": repairs.files_removed,
-            "partition-removed": len(repairs.partitions_removed),
+            "stray-removed": len(repairs.strays_removed),
             "rolled-back": repairs.rolled_back,
             "released": len(findings.released),
         }

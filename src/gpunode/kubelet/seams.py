@@ -62,6 +62,14 @@ class SharingControl(Protocol):
         """
         ...
 
+    def active(self) -> frozenset[str]:
+        """Names of devices that are set up for some claim, by us. Raises HardwareError."""
+        ...
+
+    def clear(self, device: str) -> None:
+        """Back to the default, whoever it was set up for. Raises HardwareError, InUseError."""
+        ...
+
 
 @dataclass(frozen=True)
 class Notice:
