@@ -124,6 +124,10 @@ def test_a_suspended_job_resumes_once_its_pods_are_gone_or_going() -> None:
     world = scenario(HIT)
     _suspend(world)
     assert Resume("default/j") not in decide(world.snapshot(), NOW, CONFIG)
+    job = world.jobs["default/j"]
+    world.jobs["default/j"] = replace(job, spec=replace(job.spec, suspend=False))  # by JobSet: only the record is left
+    assert Resume("default/j") in decide(world.snapshot(), NOW, CONFIG)
+    world.jobs["default/j"] = job
     for key, pod in list(world.pods.items()):
         world.pods[key] = replace(pod, metadata=replace(pod.metadata, deletion_timestamp="2026-11-29T12:00:00Z"))
     assert Resume("default/j") in decide(world.snapshot(), NOW, CONFIG)

@@ -14,7 +14,7 @@ from gpunode.gang.derived import Derived
 from gpunode.gang.gangs import find_gangs
 from gpunode.gang.place import NoPlace, Placed, bundle, place_units
 from gpunode.model.core import PodResourceClaim
-from gpunode.model.gang import Place
+from gpunode.model.gang import Place, Release
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,41 @@ def test_after_a_crash_allocated_claims_are_kept_and_the_gang_is_completed_aroun
     (place,) = [a for a in decide(world.snapshot(), NOW, CONFIG) if isinstance(a, Place)]
     kept = {a.pod: (a.node, len(a.claims)) for a in place.assignments}
     assert kept == {"default/g-0": ("n2", 1), "default/g-1": ("n1", 0), "default/g-2": ("n3", 1)}
+
+
+def _half_allocated(text: str) -> Scenario:
+    """Gang g of two; a crash left the claim of its second pod allocated on n1."""
+    from msgspec.structs import replace
+
+    world = scenario(text)
+    claim = world.claims["default/g-1-gpu"]
+    status = replace(claim.status, allocation=allocated("n1", [f"gpu-{i}" for i in range(8)]))
+    world.claims["default/g-1-gpu"] = replace(claim, status=status)
+    return world
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node n1\ngang g pods=8,8",  # no room for the other member
+        "node n1 cordoned\nnode n2\nnode n3\ngang g pods=8,8",  # the pod can no longer go there
+        "node n1\nnode n2\nnode n3\ntaint n1/gpu-0 xid=79\ngang g pods=8,8",  # nor use the device
+    ],
+)
+def test_what_a_crash_left_is_taken_back_where_the_gang_cannot_be_completed_around_it(text: str) -> None:
+    actions = decide(_half_allocated(text).snapshot(), NOW, CONFIG)
+    assert Release("podgroup/default/g", ("default/g-1-gpu",)) in actions
+    assert places(actions) == {}
+
+
+def test_nothing_is_taken_back_from_pods_without_our_gate() -> None:
+    from msgspec.structs import replace
+
+    world = _half_allocated("node n1\ngang g pods=8,8")
+    pod = world.pods["default/g-1"]
+    world.pods["default/g-1"] = replace(pod, spec=replace(pod.spec, scheduling_gates=()))
+    actions = decide(world.snapshot(), NOW, CONFIG)
+    assert not [a for a in actions if isinstance(a, Release)]
 
 
 def test_devices_of_terminating_pods_are_still_in_use() -> None:

@@ -9,18 +9,19 @@ from gpunode.allocate.allocator import allocations
 from gpunode.allocate.ask import Failure
 from gpunode.gang import reasons
 from gpunode.gang.board import MAX_GANG_TRIALS, Board, Choice, Put, Unit, location
-from gpunode.gang.gangs import GangState, Member
+from gpunode.gang.gangs import GangState, Member, left_over
 from gpunode.gang.place import NoPlace, Placed, bundle, place_units, settled
 from gpunode.gang.settled import SURPLUS
-from gpunode.model.gang import Assignment, ClaimAllocation, Place, Reason, ReasonCode
+from gpunode.model.gang import Assignment, ClaimAllocation, Place, Reason, ReasonCode, Release
 from gpunode.model.resource import Allocation
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a gang in this decision; both None for a gang that needs nothing."""
+    """What became of a gang in this decision; all None for a gang that needs nothing."""
 
     place: Place | None = None
+    release: Release | None = None
     reason: Reason | None = None
 
 
@@ -28,7 +29,8 @@ def admit(board: Board, state: GangState, now: datetime) -> Outcome:
     """Place the waiting members of a gang on the board, or leave the board as it was and give the reason.
 
     At least minCount members (placed and succeeded ones counted) get a place together or none does. Members
-    beyond minCount that have no place lose only their gate.
+    beyond minCount that have no place lose only their gate. What an unfinished placement left allocated is
+    completed, or taken back where that is impossible.
     """
     waiting = tuple(m for m in state.waiting if not m.foreign_gates)
     if not state.waiting:
@@ -54,7 +56,8 @@ def admit(board: Board, state: GangState, now: datetime) -> Outcome:
         reason = _shortage(board, state, units, domains, placed)
         if not needed:
             return _outcome(state, (), units, _surplus(state, reason), now)
-        return Outcome(reason=_lost(state, reason))
+        claims = tuple(c.metadata.key for c in left_over(state))
+        return Outcome(release=Release(state.gang.key, claims) if claims else None, reason=_lost(state, reason))
     left = _remaining(units, placed.puts)
     if not left:
         return _outcome(state, placed.puts, (), None, now)
@@ -190,7 +193,7 @@ def _outcome(
         *(f"{a.pod} {uids[a.pod]} {a.node} {_devices(a)}" for a in assignments),
         *(f"{pod} {uids[pod]}" for pod in stragglers),
     )
-    return Outcome(Place(state.gang.key, decision, assignments, stragglers), reason)
+    return Outcome(place=Place(state.gang.key, decision, assignments, stragglers), reason=reason)
 
 
 def _assignments(put: Put, now: datetime) -> list[Assignment]:

@@ -62,8 +62,7 @@ def _queue(board: Board, states: Iterable[GangState], stopped: set[str], now: da
                 actions.append(Report(state.gang.key, reason))
             continue
         outcome = admit(board, state, now)
-        if outcome.place is not None:
-            actions.append(outcome.place)
+        actions += [action for action in (outcome.release, outcome.place) if action is not None]
         if outcome.reason is not None:
             actions.append(Report(state.gang.key, outcome.reason))
     return actions

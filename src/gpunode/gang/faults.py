@@ -16,11 +16,11 @@ from gpunode.allocate.pools import DeviceId, result_id
 from gpunode.gang.admit import decision_id, topology_domains
 from gpunode.gang.board import MAX_GANG_TRIALS, Board, location
 from gpunode.gang.derived import View
-from gpunode.gang.gangs import GangState, Member, Stage
+from gpunode.gang.gangs import GangState, Member, Stage, left_over
 from gpunode.gang.place import Placed, bundle, place_units
 from gpunode.gang.times import parse_time
 from gpunode.model.core import Affinity, Job, NodeAffinity, Pod
-from gpunode.model.gang import Evict, Reason, ReasonCode, Report, Resume, Snapshot
+from gpunode.model.gang import Evict, Reason, ReasonCode, Release, Report, Resume, Snapshot
 from gpunode.model.names import (
     DECISION_ANNOTATION,
     EVICT_ON_FAULT_ANNOTATION,
@@ -55,7 +55,8 @@ class Fault:
 
 
 def resumes(snapshot: Snapshot) -> tuple[Resume, ...]:
-    """Jobs that an eviction suspended and whose pods are all gone or terminating."""
+    """Restarts to finish: Jobs that an eviction suspended and whose pods are all gone or terminating, and those that
+    somebody else resumed meanwhile (JobSet does) and that only keep the record."""
     live = {
         (p.metadata.namespace, owner.uid)
         for p in snapshot.pods.values()
@@ -64,7 +65,8 @@ def resumes(snapshot: Snapshot) -> tuple[Resume, ...]:
     return tuple(
         Resume(key)
         for key in sorted(snapshot.jobs)
-        if _restarting(job := snapshot.jobs[key]) and (job.metadata.namespace, job.metadata.uid) not in live
+        if RESTART_ANNOTATION in (job := snapshot.jobs[key]).metadata.annotations
+        and (not job.spec.suspend or (job.metadata.namespace, job.metadata.uid) not in live)
     )
 
 
@@ -111,8 +113,10 @@ def _expired(taint: DeviceTaint, result: AllocationResult, now: datetime) -> boo
     return bool(seconds) and since is not None and now >= since + timedelta(seconds=max(min(seconds), 0))
 
 
-def react(board: Board, state: GangState, now: datetime) -> Evict | Report | None:
+def react(board: Board, state: GangState, now: datetime) -> Evict | Release | Report | None:
     """What to do about a gang's faults; None if it has none, or if it is being stopped already.
+
+    Devices that only gated members hold are simply given back.
 
     After an Evict the board holds both the old devices and those of the plan, so that no other gang takes them in
     this decision.
@@ -120,6 +124,11 @@ def react(board: Board, state: GangState, now: datetime) -> Evict | Report | Non
     faults = find_faults(state, board.view, board.snapshot, now)
     if not faults or state.terminating:
         return None
+    spare = {id_ for c in left_over(state) for id_ in _held(c)}
+    if all(f.device in spare for f in faults):
+        hit = {f.device for f in faults}
+        claims = tuple(c.metadata.key for c in left_over(state) if hit & _held(c))
+        return Release(state.gang.key, claims)
     jobs, pods, orphans = _owners(state, board.snapshot)
     if any(_restarting(board.snapshot.jobs[key]) for key in jobs):
         return None
@@ -143,6 +152,11 @@ def react(board: Board, state: GangState, now: datetime) -> Evict | Report | Non
         reason=Reason(ReasonCode.DEVICE_FAULT, text, facts),
         devices=devices,
     )
+
+
+def _held(claim: ResourceClaim) -> set[DeviceId]:
+    allocation = claim.status.allocation
+    return {result_id(r) for r in allocation.devices.results} if allocation is not None else set()
 
 
 def _describe(faults: tuple[Fault, ...]) -> str:

@@ -104,6 +104,22 @@ def find_gangs(snapshot: Snapshot, owners: Owners) -> tuple[GangState, ...]:
     return tuple(sorted(ours, key=lambda s: (-s.gang.priority, s.gang.created, s.gang.key)))
 
 
+def left_over(state: GangState) -> tuple[ResourceClaim, ...]:
+    """Allocated claims that only gated members use: what a placement that was not finished left behind."""
+    gated = {m.pod.metadata.name for m in state.waiting if m.gated}
+    settled = {c.metadata.key for m in state.members if not m.gated for c in m.claims}
+    claims = {
+        c.metadata.key: c
+        for m in state.waiting
+        if m.gated
+        for c in m.claims
+        if c.status.allocation is not None
+        and c.metadata.key not in settled
+        and all(r.resource == "pods" and r.name in gated for r in c.status.reserved_for)
+    }
+    return tuple(claims[key] for key in sorted(claims))
+
+
 def rank(pod: Pod) -> tuple[int, int, str]:
     """Sort key of a member: its completion index if it has one, then its name."""
     text = pod.metadata.labels.get(COMPLETION_INDEX) or pod.metadata.annotations.get(COMPLETION_INDEX) or ""

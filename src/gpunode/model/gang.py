@@ -132,6 +132,18 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Release:
+    """Take back the allocations of claims whose pods still carry our gate.
+
+    A crash or a lost race left them, and the gang cannot be completed around them: without this they would hold
+    devices for a gang that waits.
+    """
+
+    gang: str
+    claims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """The one current reason of a gang, to be shown on its PodGroup (or pod)."""
 
@@ -146,4 +158,4 @@ class EnsureTaintRule:
     driver: str
 
 
-Action = Place | Evict | Resume | Report | EnsureTaintRule
+Action = Place | Evict | Resume | Release | Report | EnsureTaintRule
