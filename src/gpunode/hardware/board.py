@@ -3,6 +3,7 @@
 A profile may build on another one (`extends:`): mappings merge, everything else is replaced.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -13,8 +14,10 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-_MAX_FILE = 1 << 20
-_MAX_DEPTH = 8
+_MAX_FILE = 64 * 1024
+_MAX_PARENTS = 8
+# Deeper brackets than any profile has; the YAML scanner's time grows with the square of their depth.
+_MAX_BRACKETS = 16
 _LIST_FIELDS = ("gpus", "nics", "migProfiles")
 
 PciText = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
@@ -153,8 +156,8 @@ def _chain(path: Path) -> Iterator[tuple[Path, yaml.MappingNode]]:
     """The file and those it extends, child first."""
     seen: set[Path] = set()
     while True:
-        if path.resolve() in seen or len(seen) >= _MAX_DEPTH:
-            raise BoardError(f"{path}: extends goes in a circle or deeper than {_MAX_DEPTH}")
+        if path.resolve() in seen or len(seen) >= _MAX_PARENTS:
+            raise BoardError(f"{path}: extends goes in a circle or deeper than {_MAX_PARENTS}")
         seen.add(path.resolve())
         root = _compose(path)
         yield path, root
@@ -172,6 +175,8 @@ def _compose(path: Path) -> yaml.MappingNode:
         if path.stat().st_size > _MAX_FILE:
             raise BoardError(f"{path}: larger than {_MAX_FILE} bytes")
         text = path.read_text(encoding="utf-8")
+        if _bracket_depth(text) > _MAX_BRACKETS:
+            raise BoardError(f"{path}: nested too deeply")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
             raise BoardError(f"{path}: profiles use no YAML aliases (*name); write the values out")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -179,11 +184,15 @@ def _compose(path: Path) -> yaml.MappingNode:
         raise BoardError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise BoardError(f"{path}: not YAML: {error}") from error
-    except RecursionError:
-        raise BoardError(f"{path}: nested too deeply") from None
     if not isinstance(root, yaml.MappingNode):
         raise BoardError(f"{path}:1: a profile is a mapping of fields")
     return root
+
+
+def _bracket_depth(text: str) -> int:
+    """Also counts brackets in quoted text, where a profile has none."""
+    depths = itertools.accumulate((c in "[{") - (c in "]}") for c in text)
+    return max(depths, default=0)
 
 
 def _plain(node: yaml.MappingNode) -> dict[str, Any]:
