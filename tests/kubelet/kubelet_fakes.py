@@ -14,7 +14,6 @@ from gpunode.kubelet.cdi import CdiStore, spec
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries, State
 from gpunode.kubelet.config import Sharing
 from gpunode.kubelet.effects import Effects
-from gpunode.kubelet.errors import HardwareError, InUseError
 from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.ledger import Ledger
 from gpunode.kubelet.plugin import KubeletPaths
@@ -22,6 +21,7 @@ from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.proto import registration_v1_pb2 as registration
 from gpunode.kubelet.resolve import ClaimRef, Node, conflict
 from gpunode.kubelet.seams import Notice, Steps, no_step
+from gpunode.model.errors import HardwareError, InUseError
 from gpunode.model.injection import DeviceNode, DeviceNodes
 from gpunode.model.resource import ResourceClaim
 

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
 from gpunode.kubelet.config import Sharing
-from gpunode.kubelet.errors import ClaimError, ErrorKind, HardwareError
+from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.seams import Partitioner, SharingControl, Steps, no_step
+from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 
 
@@ -47,8 +48,8 @@ class Effects:
                 )
 
     def intact(self, entry: Entry) -> bool:
-        """Whether the partitions that the entry needs exist. Raises ClaimError(HARDWARE)."""
-        wanted = {d.device for d in entry.devices if _partition(d)}
+        """Whether the partitions that the entry needs exist (whole GPUs do). Raises ClaimError(HARDWARE)."""
+        wanted = {d.device for d in entry.devices if _partition(d) and d.nodes.parent}
         if not wanted or self.partitioner is None:
             return not wanted
         try:
@@ -126,4 +127,4 @@ def _by_sharing(entry: Entry, nodes: Mapping[str, DeviceNodes]) -> dict[Sharing,
 
 
 def _failed(entry: Entry, devices: tuple[str, ...], doing: str, error: HardwareError) -> ClaimError:
-    return ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error}"[:1024], devices)
+    return ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error}", devices)

@@ -22,18 +22,13 @@ class ErrorKind(StrEnum):
 
 
 class ClaimError(Exception):
-    """One claim's failure. `devices` are the device names at fault, for HARDWARE."""
+    """One claim's failure. `devices` are the device names at fault, for HARDWARE.
+
+    The message may quote what others wrote: it is made printable and cut at 1024 characters.
+    """
 
     def __init__(self, kind: ErrorKind, message: str, devices: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
+        self.message = "".join(c if c.isprintable() else "?" for c in message[:1024])
+        super().__init__(self.message)
         self.kind = kind
-        self.message = message
         self.devices = devices
-
-
-class HardwareError(Exception):
-    """Raised by hardware seams (partitioner, sharing): one sentence with the driver's own error."""
-
-
-class InUseError(HardwareError):
-    """The partition still has users; try again."""

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from gpunode.kubelet.cdi import CdiStore
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries, Entry, Loaded, State
 from gpunode.kubelet.effects import Effects, needed
-from gpunode.kubelet.errors import ClaimError, ErrorKind, HardwareError
+from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.files import NodeLock
-from gpunode.kubelet.resolve import ClaimRef, Node, conflict, resolve, same_devices
+from gpunode.kubelet.resolve import ClaimRef, Node, conflict, resolve, results_of, same_devices
 from gpunode.kubelet.seams import Notice, Notify
+from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
@@ -122,8 +123,9 @@ class Ledger:
             return Repairs(written, removed, strays, undone, loaded.lost), entries
 
     def adopt(self, claims: Iterable[ResourceClaim]) -> tuple[list[str], Entries]:
-        """Bring back lost entries from live allocated claims; returns their UIDs. Raises OSError, TimeoutError.
+        """Bring back lost entries from live claims; returns their UIDs. Raises OSError, TimeoutError.
 
+        Claims without a device of this node are skipped.
         Sharing is set again, partitions that exist are adopted; a claim whose partition is gone is left out.
         """
         with self.lock.held():
@@ -133,7 +135,8 @@ class Ledger:
             # Where two claims were given one device, the one with a CDI file was prepared and may be running.
             for claim in sorted(claims, key=self._likely_running):
                 meta = claim.metadata
-                if meta.uid in entries:
+                here = any(r.pool == self.node.pool for r in results_of(claim, self.node.driver))
+                if meta.uid in entries or not here:
                     continue
                 try:
                     ref = ClaimRef(meta.namespace, meta.name, meta.uid).checked()
@@ -184,7 +187,7 @@ class Ledger:
                 continue
             except Exception as error:  # one claim's surprise must not fail the others of the call
                 logger.exception("preparing claim %s failed", ref.key)
-                answer[ref.uid] = ClaimError(ErrorKind.INTERNAL, f"claim {ref.key}: {error!r}"[:1024])
+                answer[ref.uid] = ClaimError(ErrorKind.INTERNAL, f"claim {ref.key}: {error!r}")
                 continue
             taken[entry.uid] = answer[ref.uid] = entry
         return answer
@@ -237,7 +240,7 @@ class Ledger:
         try:
             self.cdi.ensure(entry)
         except OSError as error:
-            return ClaimError(ErrorKind.STORAGE, f"claim {entry.key}: cannot write its CDI file: {error}"[:1024])
+            return ClaimError(ErrorKind.STORAGE, f"claim {entry.key}: cannot write its CDI file: {error}")
         return entry
 
     def _reconcile_files(self, entries: Entries, lost: bool) -> tuple[int, int]:

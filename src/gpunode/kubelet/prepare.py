@@ -112,7 +112,7 @@ class PrepareEngine:
                 claims = await self._allocated()
         except Exception as error:  # whatever the transport raises; the kubelet tries again
             message = f"the checkpoint was damaged, and listing this node's claims to rebuild it failed: {error!r}"
-            return ClaimError(ErrorKind.API, message[:1024])
+            return ClaimError(ErrorKind.API, message)
         back, entries = await self.run(lambda: self.ledger.adopt(claims))
         message = f"the checkpoint was damaged; {len(back)} claims were brought back from the API server"
         self.ledger.notify(Notice("CheckpointRebuilt", message))
@@ -224,7 +224,7 @@ class PrepareEngine:
         except LookupError:
             return ClaimError(ErrorKind.NOT_FOUND, f"claim {ref.key} does not exist")
         except Exception as error:  # the reader's transport may raise anything; the kubelet tries again
-            return ClaimError(ErrorKind.API, f"cannot read claim {ref.key}: {type(error).__name__}: {error}"[:1024])
+            return ClaimError(ErrorKind.API, f"cannot read claim {ref.key}: {type(error).__name__}: {error}")
 
     def _judge(self, uid: str, result: Entry | ClaimError) -> None:
         if self._guard is None:
@@ -250,4 +250,4 @@ def prepared(entry: Entry) -> Prepared:
 
 def _storage(error: OSError) -> ClaimError:
     kind = ErrorKind.BUSY if isinstance(error, TimeoutError) else ErrorKind.STORAGE
-    return ClaimError(kind, f"cannot use the plugin's own files: {error}"[:1024])
+    return ClaimError(kind, f"cannot use the plugin's own files: {error}")

@@ -58,7 +58,7 @@ def check_live(ref: ClaimRef, claim: ResourceClaim) -> None:
     if claim.metadata.uid != ref.uid:
         raise ClaimError(
             ErrorKind.UID,
-            f"claim {ref.key} was re-created: the API server has UID {claim.metadata.uid}, "
+            f"claim {ref.key} was re-created: the API server has UID {claim.metadata.uid[:64]!r}, "
             f"the kubelet asks for {ref.uid}",
         )
     if claim.status.allocation is None:
@@ -113,7 +113,7 @@ def _sharing(ref: ClaimRef, claim: ResourceClaim, node: Node, request: str, held
     try:
         return sharing_for(configs, node.driver, request, partition=bool(held.nodes.parent))
     except ConfigError as error:
-        raise ClaimError(ErrorKind.CONFIG, f"claim {ref.key}: {error}"[:1024]) from None
+        raise ClaimError(ErrorKind.CONFIG, f"claim {ref.key}: {error}") from None
 
 
 def conflict(entry: Entry, others: Iterable[Entry]) -> ClaimError | None:

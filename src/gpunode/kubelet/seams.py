@@ -26,6 +26,8 @@ class Partitioner(Protocol):
     def create(self, device: str) -> DeviceNodes:
         """Make the partition, or adopt the one that is there; a half-made one is removed first.
 
+        A whole GPU among them is made by undoing its division.
+
         Raises HardwareError with the driver's own words.
         """
         ...
