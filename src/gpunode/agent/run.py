@@ -8,7 +8,7 @@ from typing import Literal
 from gpunode.agent.claims import LiveClaims
 from gpunode.agent.faults import FaultOrders
 from gpunode.agent.injection import device_nodes
-from gpunode.agent.inventory import first_inventory
+from gpunode.agent.inventory import first_inventory, rescan_forever
 from gpunode.agent.machine import Machine, open_machine
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.options import AgentOptions
@@ -74,6 +74,7 @@ class _Agent:
         self._api = api
         self._about = about
         self._inventory = inventory
+        self._look_again = asyncio.Event()
         self._slices = SliceConfig(driver=options.driver, node=options.node)
         self._recorder = recorder
         self._feed = HealthFeed()
@@ -114,6 +115,7 @@ class _Agent:
                 tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
                 tasks.create_task(self._on_transitions(transitions))
                 tasks.create_task(self._announce())
+                tasks.create_task(self._rescan())
                 if self._machine.execute is not None:
                     done = self._options.state_dir / "fault-orders-done.json"
                     orders = FaultOrders(self._api, self._recorder, self._about, done, self._execute)
@@ -121,11 +123,20 @@ class _Agent:
         finally:
             await self._plugin.stop()
 
+    async def _rescan(self) -> None:
+        await rescan_forever(self._machine, self._options.node, self._inventory, self._look_again, self._on_hardware)
+
+    def _on_hardware(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._monitor.use(device_map(inventory))
+        self._publish()
+
     async def _execute(self, order: FaultOrder) -> None:
         """Carry out an order on the fake machine. A recovery is a board put right by a person, and told so."""
         if self._machine.execute is None:
             raise LookupError("this agent runs on real hardware")
         await self._machine.execute(order)
+        self._look_again.set()
         if order.recover:
             await self._monitor.put(OperatorClear(device=order.device, by=f"fault order {order.id}"))
 
@@ -162,6 +173,7 @@ class _Agent:
 
     async def _on_transitions(self, transitions: Sequence[Transition]) -> None:
         self._publish()
+        self._look_again.set()
         for one in transitions:
             reason, kind = _event(one)
             logger.warning("%s %s %s: %s", one.device, one.dimension, one.change, one.message)

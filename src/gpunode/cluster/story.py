@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpunode.agent.orders import give_order, new_order
+from gpunode.agent.orders import OrderError, give_order, new_order
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.install import kubectl
@@ -122,8 +122,8 @@ class Stage:
         )
 
     def ranks(self, job: str) -> tuple[Rank, ...]:
-        """Current members of a Job that are bound, by rank."""
-        live = [p for p in self.members(job) if p.spec.node_name and not p.terminating and not p.finished]
+        """Members of a Job that have a place and keep it, or had it until they succeeded, by rank."""
+        live = [p for p in self.members(job) if p.spec.node_name and not p.terminating and p.status.phase != "Failed"]
         return tuple(sorted((self._rank(pod) for pod in live), key=lambda r: r.rank))
 
     def _rank(self, pod: Pod) -> Rank:
@@ -141,22 +141,23 @@ class Stage:
         )
 
     async def until_running(self, job: str, count: int, seconds: float, after: Iterable[str] = ()) -> float:
-        """Wait until `count` members run that are none of the pods `after` (uids)."""
+        """Wait until `count` members run, or have run to their end, that are none of the pods `after` (uids)."""
         old = frozenset(after)
 
         def all_run() -> bool:
             running = [
                 p for p in self.members(job)
-                if p.status.phase == "Running" and not p.terminating and p.metadata.uid not in old
+                if p.status.phase in ("Running", "Succeeded") and not p.terminating and p.metadata.uid not in old
             ]  # fmt: skip
             return len(running) == count
 
         return await self.until(f"{count} running pods of {job}", seconds, all_run)
 
-    async def break_one(self, job: str, xid: int, rank: int = 3, device: int = 2) -> Break:
+    async def break_one(self, job: str, xid: int, rank: int = 3, device: int = 2, tries: int = 1) -> Break:
         """Raise an XID on one GPU of a running gang and follow what happens until all ranks run again.
 
         Times count from just before the order is given; running_again_s from the end of the last old pod.
+        tries: how often to give the order where agents are being restarted meanwhile.
         """
         before = self.ranks(job)
         victim = before[rank]
@@ -171,7 +172,7 @@ class Stage:
 
         uids = frozenset(r.uid for r in before)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(give_order(self.api, victim.node, new_order(broken.device, xid=xid)))
+            tasks.create_task(self._order(broken, tries))
             tasks.create_task(note("status", "Unhealthy in pod.status", 30, lambda: bool(self.unhealthy(victim.uid))))
             tasks.create_task(note("evicted", "every pod of the gang is ending", 30, lambda: self._ending(uids)))
             tasks.create_task(note("ended", "the old pods have ended", 90, lambda: self._ended(uids)))
@@ -187,6 +188,16 @@ class Stage:
             running_again_s=max(0.0, times["again"] - times["ended"]),
             ranks=self.ranks(job),
         )
+
+    async def _order(self, broken: Break, tries: int) -> None:
+        """Give the order; again (an XID twice is still one fault) when the agent was just being restarted."""
+        for left in reversed(range(tries)):
+            try:
+                await give_order(self.api, broken.rank.node, new_order(broken.device, xid=broken.xid))
+                return
+            except OrderError:
+                if not left:
+                    raise
 
     async def _again(self, job: str, count: int, old: frozenset[str], times: dict[str, float], start: float) -> None:
         await self.until_running(job, count, 120, after=old)

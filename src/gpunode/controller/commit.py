@@ -37,6 +37,8 @@ from gpunode.model.resource import ResourceClaim
 logger = logging.getLogger(__name__)
 FIELD_MANAGER = "gpunode-controller"
 _PARALLEL_WRITES = 16
+# A gang passes through several reasons to wait within milliseconds of its creation; only one that lasts is told.
+_TELL_AFTER_S = 0.5
 
 
 class Committer:
@@ -47,9 +49,13 @@ class Committer:
         self._world = world
         self._recorder = recorder
         self._slots = asyncio.Semaphore(_PARALLEL_WRITES)
+        self._waiting: dict[str, tuple[ReasonCode, float]] = {}
 
     async def apply(self, actions: Iterable[Action]) -> int:
-        """Carry out the actions in order; the number that failed and must be decided again."""
+        """Carry out one decision's actions in order; the number that failed and must be decided again."""
+        actions = tuple(actions)
+        reports = {action.gang for action in actions if isinstance(action, Report)}
+        self._waiting = {gang: known for gang, known in self._waiting.items() if gang in reports}
         failed = 0
         for action in actions:
             try:
@@ -70,9 +76,19 @@ class Committer:
             case Resume():
                 await self._resume(action)
             case Report():
-                await self._report(action.gang, action.reason)
+                if self._lasts(action):
+                    await self._report(action.gang, action.reason)
             case EnsureTaintRule():
                 await self._ensure_rule(action.driver)
+
+    def _lasts(self, report: Report) -> bool:
+        """Whether the gang has waited for this reason long enough to tell people."""
+        now = asyncio.get_running_loop().time()
+        code, since = self._waiting.get(report.gang, (None, now))
+        if code is not report.reason.code:
+            since = now
+        self._waiting[report.gang] = (report.reason.code, since)
+        return now - since >= _TELL_AFTER_S
 
     async def _place(self, place: Place) -> None:
         pods = self._world.caches.pods.items

@@ -100,7 +100,10 @@ def serve(stdin: BinaryIO, stdout: BinaryIO) -> None:
     snapshot = Snapshot()
     while header := stdin.read(_HEADER.size):
         (size,) = _HEADER.unpack(header)
-        question = pickle.loads(stdin.read(size))  # noqa: S301 - our own parent
+        data = stdin.read(size)
+        if len(data) < size:
+            return  # the parent was killed while it wrote
+        question = pickle.loads(data)  # noqa: S301 - our own parent
         snapshot = apply_changes(snapshot, question.changes)
         try:
             answer = Answer(decide(snapshot, question.now, question.config))
@@ -109,5 +112,8 @@ def serve(stdin: BinaryIO, stdout: BinaryIO) -> None:
 
             answer = Answer(error=traceback.format_exc())
         data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
-        stdout.write(_HEADER.pack(len(data)) + data)
-        stdout.flush()
+        try:
+            stdout.write(_HEADER.pack(len(data)) + data)
+            stdout.flush()
+        except BrokenPipeError:
+            return  # the parent was killed while it waited
