@@ -10,7 +10,7 @@ from scenario import CONFIG, NOW, scenario
 
 from gpunode.gang.decide import Decider, decide
 from gpunode.gang.gangs import Owners, Ownership, find_gangs
-from gpunode.model.gang import Action, Evict, Place, Report, Snapshot
+from gpunode.model.gang import Action, Evict, Place, Release, Report, Snapshot
 from gpunode.model.resource import ConsumerReference, ResourceClaimStatus
 
 
@@ -151,3 +151,54 @@ def _one_reason_each(snapshot: Snapshot, actions: tuple[Action, ...]) -> None:
     assert len(reported) == len(set(reported))
     assert waiting - placed <= set(reported)
     assert not [a for a in actions if isinstance(a, Evict)]
+
+
+def write(snapshot: Snapshot, actions: tuple[Action, ...], stop: int) -> Snapshot:
+    """The controller's writes in its order (claims of a gang, then its gates), cut off after `stop` writes."""
+    claims, pods = dict(snapshot.claims), dict(snapshot.pods)
+    for action in actions:
+        if isinstance(action, Release):
+            for key in action.claims:
+                claims[key] = replace(claims[key], status=ResourceClaimStatus())
+        if not isinstance(action, Place):
+            continue
+        for assignment in action.assignments:
+            for one in assignment.claims:
+                if (stop := stop - 1) < 0:
+                    return with_fields(snapshot, claims=claims, pods=pods)
+                name = pods[assignment.pod].metadata.name
+                user = ConsumerReference(resource="pods", name=name, uid=f"uid-{name}")
+                status = ResourceClaimStatus(allocation=one.allocation, reserved_for=(user,))
+                claims[one.claim] = replace(claims[one.claim], status=status)
+        for key in [a.pod for a in action.assignments] + list(action.stragglers):
+            if (stop := stop - 1) < 0:
+                return with_fields(snapshot, claims=claims, pods=pods)
+            pods[key] = replace(pods[key], spec=replace(pods[key].spec, scheduling_gates=()))
+    return with_fields(snapshot, claims=claims, pods=pods)
+
+
+@given(_cluster(), st.integers(0, 12), st.sampled_from(["", "n0", "n1"]))
+@settings(max_examples=150, deadline=None)
+def test_a_restart_after_any_write_converges(text: str, stop: int, lost: str) -> None:
+    """I7: whatever was written, and even if a node is cordoned meanwhile, no gang stays partial with its gates shut
+    and none holds devices while it waits."""
+    snapshot = scenario(text).snapshot()
+    snapshot = write(snapshot, decide(snapshot, NOW, CONFIG), stop)
+    if lost in snapshot.nodes:
+        node = snapshot.nodes[lost]
+        cordoned = replace(node, spec=replace(node.spec, unschedulable=True))
+        snapshot = with_fields(snapshot, nodes={**snapshot.nodes, lost: cordoned})
+    for _ in range(20):
+        actions = decide(snapshot, NOW, CONFIG)
+        after = write(snapshot, actions, 10_000)
+        if after == snapshot:
+            break
+        snapshot = after
+    else:
+        raise AssertionError("does not settle")
+    _no_device_twice(snapshot)
+    for state in _states(snapshot):
+        gated = [m for m in state.members if m.gated]
+        assert not [c for m in gated for c in m.claims if c.status.allocation is not None]
+        if not lost:
+            assert not gated or not state.placed
