@@ -37,10 +37,10 @@ def test_small_cases_that_defeat_one_greedy_order_or_another(nodes: str, pods: s
 
 
 def test_sizes_are_taken_in_decreasing_order_also_where_no_exact_search_helps() -> None:
-    """70 nodes: each 7 must take a 4 and a 2, each 5 a 4; the small pods have the lower ranks."""
-    nodes = "\n".join(f"node n{i} gpus={7 if i < 35 else 5}" for i in range(70))
-    pods = ",".join(["2"] * 35 + ["4"] * 70)
-    assert len(places(run(f"{nodes}\ngang g pods={pods}"))["g"]) == 105
+    """71 nodes: each 7 must take a 4 and a 2, each 5 a 4, the 8 an 8; the small pods have the lower ranks."""
+    nodes = "\n".join(f"node n{i} gpus={size}" for i, size in enumerate([7] * 35 + [5] * 35 + [8]))
+    pods = ",".join(["2"] * 35 + ["4"] * 70 + ["8"])
+    assert len(places(run(f"{nodes}\ngang g pods={pods}"))["g"]) == 106
 
 
 @pytest.mark.parametrize(
