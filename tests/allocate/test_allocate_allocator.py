@@ -343,13 +343,22 @@ def test_what_is_written_is_what_the_in_tree_allocator_writes() -> None:
 
 
 def test_the_search_gives_up_after_a_count_of_trials() -> None:
-    """32 distinguishable devices, a pair of constraints that no choice meets: bounded work, and said so."""
-    here = node(*(gpu(f"g{i}", attributes={"u": str(i), "v": str(i)}) for i in range(32)))
-    same = DeviceConstraint(match_attribute=f"{D}/u", requests=("x",))
-    last = exactly("y", selector=is_("v", "none"))
+    """Devices that all differ, and a last request whose only device shares no value with any: bounded work."""
+    pairs = [gpu(f"g{i}", attributes={"u": str(i), "type": "gpu"}) for i in range(32)]
+    here = node(*pairs, gpu("nic", attributes={"u": "none", "type": "nic"}))
+    is_gpu, is_nic = is_("type", "gpu"), is_("type", "nic")
     apart = DeviceConstraint(distinct_attribute=f"{D}/u", requests=("w",))
-    answer = give(here, claim(exactly("w", 8), exactly("x", 1), last, constraints=(same, apart)))
-    assert kind(answer) is FailureKind.SEARCH_LIMIT
+    same = DeviceConstraint(match_attribute=f"{D}/u", requests=("x", "y"))
+    asked = claim(exactly("w", 8, is_gpu), exactly("x", 1, is_gpu), exactly("y", 1, is_nic), constraints=(apart, same))
+    assert kind(give(here, asked)) is FailureKind.SEARCH_LIMIT
+
+
+def test_a_request_that_nothing_can_serve_ends_the_search_before_it_begins() -> None:
+    here = node(*(gpu(f"g{i}", attributes={"u": str(i)}) for i in range(32)))
+    failed = give(here, claim(exactly("w", 8), exactly("y", 1, is_("u", "none"))))
+    assert isinstance(failed, Failure) and (failed.request, failed.text) == (
+        "y", "needs 1 devices, 0 of 0 matching are free",
+    )  # fmt: skip
 
 
 @st.composite

@@ -118,13 +118,34 @@ class _Search:
         self.trials = 0
         self.failure: tuple[int, Failure] | None = None
 
-    def run(self, number: int = 0) -> bool:
+    def start(self) -> bool:
+        """Search, unless some request has too few free devices even on its own."""
+        for number in range(1, len(self._ask.requests)):
+            if not any(self._enough(want, number) for want in self._alternatives(number)):
+                return False
+        return self.run(0)
+
+    def _enough(self, want: Want, number: int) -> bool:
+        free = [p for p in self._found.usable[want.index] if self._free(want, p)]
+        shareable = any((want.index, p) in self._found.consumed for p in free)
+        if len(free) >= want.count or (free and shareable):
+            return True
+        total = len(self._found.matching[want.index])
+        text = f"needs {want.count} devices, {len(free)} of {total} matching are free"
+        self._fail(number, want, FailureKind.NOT_ENOUGH, text)
+        return False
+
+    def _alternatives(self, number: int) -> tuple[Want, ...]:
+        """What may serve a request: all its alternatives, or the one that is settled."""
+        request = self._ask.requests[number]
+        chosen = self._choice.get(alternatives_key(request)) if len(request) > 1 else None
+        return request if chosen is None else request[chosen : chosen + 1]
+
+    def run(self, number: int) -> bool:
         """Serve requests from `number` on."""
         if number == len(self._ask.requests):
             return True
-        request = self._ask.requests[number]
-        chosen = self._choice.get(alternatives_key(request)) if len(request) > 1 else None
-        for want in request if chosen is None else request[chosen : chosen + 1]:
+        for want in self._alternatives(number):
             if want.count == 0:
                 done = self._all(want, number)
             else:
@@ -304,7 +325,7 @@ def count_and_take(
 ) -> tuple[tuple[Pick, ...] | Failure, int]:
     """As `take_devices`, with the number of device trials it took."""
     search = _Search(ask, devices, found, usage, choice)
-    if search.run():
+    if search.start():
         return tuple(search.picks), search.trials
     failure = search.failure[1] if search.failure else Failure(FailureKind.NOT_ENOUGH, "no devices")
     if search.trials > MAX_TRIALS:
