@@ -231,3 +231,40 @@ def test_any_words_give_an_action(xid: int, unit: str, info: int, status: int, b
     details = nvlink5(xid, words(unit, hex(info), hex(status)), branch)
     assert details is not None and details.text
     assert replace(details, action=Action.NONE).link == 3
+
+
+SIGNAL_74 = XidSignal(A, 74, text=xid74(1, 21))
+HARDWARE_74 = XidSignal(A, 74, text=xid74(1, 8))
+
+
+def test_a_bare_code_adds_nothing_to_what_details_said() -> None:
+    gpu = Gpu()
+    assert gpu.feed(SIGNAL_74) is Level.DEGRADED
+    assert gpu.feed(XidSignal(A, 74)) is Level.DEGRADED
+    assert gpu.feed(XidSignal(A, 74), after=60) is Level.DEGRADED
+
+
+def test_worse_details_are_believed_and_better_ones_are_not() -> None:
+    gpu = Gpu()
+    assert [gpu.feed(s) for s in (SIGNAL_74, HARDWARE_74, SIGNAL_74)] == [
+        Level.DEGRADED,
+        Level.UNHEALTHY,
+        Level.UNHEALTHY,
+    ]
+    assert [change for _, change, _ in gpu.log] == ["raised", "changed"]
+
+
+def test_details_that_come_late_correct_the_bare_code_in_both_directions() -> None:
+    gpu = Gpu()
+    gpu.feed(XidSignal(A, 74))
+    assert gpu.feed(after=5) is Level.UNHEALTHY
+    assert gpu.feed(SIGNAL_74) is Level.DEGRADED
+    assert gpu.feed(XidSignal(A, 74), after=5) is Level.DEGRADED
+
+
+def test_different_details_in_one_batch_are_all_looked_at() -> None:
+    gpu = Gpu()
+    assert gpu.feed(SIGNAL_74, HARDWARE_74) is Level.UNHEALTHY
+    links = [XidSignal(A, 74, text=xid74(1, 4, link)) for link in range(18)]
+    gpu.feed(*links, *links)
+    assert {code for code in gpu.state.devices[device_name(A)].notes} == {f"74-link-{link}" for link in range(18)}
