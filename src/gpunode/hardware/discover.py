@@ -9,7 +9,7 @@ import pynvml
 
 from gpunode.hardware import sysfs
 from gpunode.hardware.mig import existing_instances, profiles
-from gpunode.hardware.nvml import Handle, Nvml, optional, text, words
+from gpunode.hardware.nvml import Handle, Nvml, cores_per_multiprocessor, optional, text, words
 from gpunode.hardware.roots import Roots
 from gpunode.model.hardware import Fabric, Gpu, Inventory, Link, PciAddress
 
@@ -35,9 +35,6 @@ _ARCHITECTURES = {
     pynvml.NVML_DEVICE_ARCH_HOPPER: "Hopper",
     pynvml.NVML_DEVICE_ARCH_BLACKWELL: "Blackwell",
 }
-# FP32 cores in a multiprocessor, by compute capability (CUDA programming guide, arithmetic throughput table).
-_CORES_PER_SM = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
-_DEFAULT_CORES_PER_SM = 128
 _FABRIC_STATES = {
     pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED: "notStarted",
     pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS: "inProgress",
@@ -93,7 +90,7 @@ def _gpu(nvml: Nvml, roots: Roots, handle: Handle) -> Gpu:
     cores = optional(nvml.nvmlDeviceGetNumGpuCores, handle)
     mig_mode = optional(nvml.nvmlDeviceGetMigMode, handle)
     minor = optional(nvml.nvmlDeviceGetMinorNumber, handle)
-    per_sm = _CORES_PER_SM.get(capability or (0, 0), _DEFAULT_CORES_PER_SM)
+    per_sm = cores_per_multiprocessor(capability) if capability else 0
     mig_enabled = mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     kinds = profiles(nvml, handle) if mig_mode is not None else ()
     return Gpu(
@@ -107,7 +104,7 @@ def _gpu(nvml: Nvml, roots: Roots, handle: Handle) -> Gpu:
         brand=_BRANDS.get(optional(nvml.nvmlDeviceGetBrand, handle) or 0, ""),
         architecture=_ARCHITECTURES.get(optional(nvml.nvmlDeviceGetArchitecture, handle) or 0, ""),
         compute_capability=capability,
-        multiprocessors=cores // per_sm if cores else None,
+        multiprocessors=cores // per_sm if cores and per_sm else None,
         serial=text(optional(nvml.nvmlDeviceGetSerial, handle) or ""),
         fabric=fabric(nvml, handle),
         mig_enabled=mig_enabled,

@@ -73,9 +73,7 @@ class Nvml(Protocol):
         self, device: Handle, profileId: int, placementsRef: Any, countRef: Any
     ) -> int: ...
     def nvmlDeviceCreateGpuInstanceWithPlacement(self, device: Handle, profileId: int, placement: Any) -> Handle: ...
-    def nvmlDeviceGetGpuInstances(
-        self, device: Handle, profileId: int, gpuInstancesRef: Any, countRef: Any
-    ) -> int: ...
+    def nvmlDeviceGetGpuInstances(self, device: Handle, profileId: int, gpuInstancesRef: Any, countRef: Any) -> int: ...
     def nvmlGpuInstanceDestroy(self, gpuInstance: Handle) -> int: ...
     def nvmlGpuInstanceGetComputeInstanceProfileInfoV(
         self, device: Handle, profile: int, engProfile: int, version: int = 2
@@ -112,6 +110,11 @@ def optional(call: Callable[..., T], *args: object) -> T | None:
         return call(*args)
     except ABSENT:
         return None
+
+
+def cores_per_multiprocessor(capability: tuple[int, int]) -> int:
+    """FP32 cores of a multiprocessor (CUDA programming guide, arithmetic throughput table); NVML counts only cores."""
+    return 64 if capability in ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0)) else 128
 
 
 def words(error: pynvml.NVMLError) -> str:

@@ -15,7 +15,7 @@ import pynvml
 from gpunode.hardware.board import BoardMigProfile
 from gpunode.hardware.fake.handles import Kind, device_handle, event_number, fail, lookup, make
 from gpunode.hardware.fake.state import EventSet, FakeGpu, FakeState, MigInstance
-from gpunode.hardware.nvml import Handle
+from gpunode.hardware.nvml import Handle, cores_per_multiprocessor
 
 _MIB = 1024 * 1024
 _BRANDS = {
@@ -33,7 +33,6 @@ _ARCHITECTURES = {
     "Hopper": pynvml.NVML_DEVICE_ARCH_HOPPER,
     "Blackwell": pynvml.NVML_DEVICE_ARCH_BLACKWELL,
 }
-_CORES_PER_SM = {"7.0": 64, "7.5": 64, "8.0": 64}
 _SUPPORTED_EVENTS = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 _MAX_MIG = 7
 # These replace faulty memory by pages; rows came with Ampere.
@@ -127,9 +126,8 @@ class FakeNvml:
         return int(major), int(minor)
 
     def nvmlDeviceGetNumGpuCores(self, device: Handle) -> int:
-        self._gpu(device)
-        board = self.state.board
-        return board.multiprocessors * _CORES_PER_SM.get(board.compute_capability, 128)
+        capability = self.nvmlDeviceGetCudaComputeCapability(device)
+        return self.state.board.multiprocessors * cores_per_multiprocessor(capability)
 
     def nvmlDeviceGetSerial(self, handle: Handle) -> str:
         return f"16{int(self._gpu(handle).uuid[4:12], 16):011d}"

@@ -1,0 +1,259 @@
+"""Kubernetes' own code as judge: the API server accepts what the planner makes, and the scheduler's allocator gives out
+from it exactly what the hardware could."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpunode.cluster.build import find_go, modules
+from gpunode.cluster.errors import ClusterError
+from gpunode.cluster.paths import cache_root
+from gpunode.hardware.board import Board, board_names, load_board
+from gpunode.hardware.discover import discover
+from gpunode.hardware.fake import FakeMachine
+from gpunode.model.hardware import Inventory, device_name, mig_device_name
+from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level, NodeHealth
+from gpunode.model.resource import ResourceSlice
+from gpunode.slices.linter import lint
+from gpunode.slices.planner import GpuMode, SliceConfig, plan
+
+KUBERNETES = "1.37.2"
+NODE = "node-0"
+DRIVER = "gpu.gpunode.dev"
+SOURCE = Path(__file__).with_name("main.go")
+MIG_BOARDS = [name for name in board_names() if load_board(name).mig_profiles]
+
+Ask = Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def ask() -> Ask:
+    """Judges cases with the compiled oracle. Skips, with the reason, where it cannot be compiled."""
+    program = _built()
+
+    def judge(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        text = "".join(json.dumps(case) + "\n" for case in cases)
+        done = subprocess.run([str(program)], input=text, capture_output=True, text=True, timeout=300, check=True)
+        answers = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(answers) == len(cases)
+        return answers
+
+    return judge
+
+
+def _built() -> Path:
+    """The oracle in the cache, compiled when this source or the Kubernetes version is new to it."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + KUBERNETES.encode()).hexdigest()[:12]
+    program = cache_root() / f"oracle-{digest}" / "oracle"
+    if program.exists():
+        return program
+    try:
+        go = find_go()
+    except ClusterError as error:
+        pytest.skip(f"the oracle needs Go: {error}")
+    with tempfile.TemporaryDirectory() as work:
+        shutil.copy(SOURCE, work)
+        head = modules(KUBERNETES)[0].head
+        Path(work, "go.mod").write_text(f"module oracle\n\ngo 1.26.0\n\n{head}")
+        environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
+        built = subprocess.run(
+            [str(go), "build", "-mod=mod", "-p", "1", "-o", "oracle", "."],
+            cwd=work, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if built.returncode and re.search(r"dial tcp|no such host|proxyconnect|i/o timeout", built.stderr):
+            pytest.skip(f"the oracle's modules cannot be fetched: {built.stderr.strip().splitlines()[-1]}")
+        assert built.returncode == 0, built.stderr
+        program.parent.mkdir(parents=True, exist_ok=True)
+        temporary = program.with_suffix(f".{os.getpid()}")
+        shutil.copy(Path(work, "oracle"), temporary)
+        temporary.rename(program)
+    return program
+
+
+def body(found: ResourceSlice) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(found)
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **plain}
+
+
+def claim(count: int = 1, expression: str = "true", **exactly: Any) -> dict[str, Any]:
+    request = {
+        "deviceClassName": "any",
+        "allocationMode": "ExactCount",
+        "count": count,
+        "selectors": [{"cel": {"expression": expression}}],
+    }
+    devices = {"requests": [{"name": "r", "exactly": request | exactly}]}
+    return {"metadata": {"name": "c", "namespace": "default"}, "spec": {"devices": devices}}
+
+
+def inventory_of(board: Board, base: Path) -> Inventory:
+    machine = FakeMachine.create(board, NODE, base)
+    machine.nvml.nvmlInit()
+    return discover(machine.nvml, machine.roots, NODE)
+
+
+def alone(board: Board) -> Board:
+    """The board with its first GPU only."""
+    first = msgspec.structs.replace(board.gpus[0], peers=())
+    return msgspec.structs.replace(board, gpus=(first,))
+
+
+def planned(inventory: Inventory, mode: GpuMode, health: NodeHealth | None = None) -> tuple[ResourceSlice, ...]:
+    config = SliceConfig(DRIVER, NODE, mode=mode, managed_taint=False)
+    return plan(inventory, health or NodeHealth(), config)
+
+
+@pytest.mark.parametrize("board", board_names())
+def test_every_board_in_every_mode_is_accepted_and_gives_devices(board: str, ask: Ask, tmp_path: Path) -> None:
+    inventory = inventory_of(load_board(board), tmp_path)
+    sick = Finding(Dimension.XID, Level.UNHEALTHY, "79", Action.RESTART_HOST, "x", "2026-01-01T00:00:00Z")
+    cases = []
+    expected = []
+    for mode in ("none", "static", "dynamic", "shared"):
+        slices = planned(inventory, mode)
+        name = slices[-1].spec.devices[0].name.partition("-mig-")[0]
+        hurt = planned(inventory, mode, NodeHealth({name: DeviceHealth(name, (sick,))}))
+        cases += [
+            {"slices": [body(s) for s in slices], "claim": claim(len(inventory.gpus), f'{attribute("type")} == "gpu"')},
+            {"slices": [body(s) for s in hurt], "claim": claim(len(inventory.gpus), f'{attribute("type")} == "gpu"')},
+        ]
+        expected += [len(inventory.gpus), None]
+    answers = ask(cases)
+    assert [(a["refused"], a["error"]) for a in answers] == [([], "")] * len(cases)
+    assert [a["devices"] and len(a["devices"]) for a in answers] == expected, "a tainted GPU is not given out"
+
+
+def attribute(name: str) -> str:
+    return f'device.attributes["{DRIVER}"].{name}'
+
+
+@pytest.mark.parametrize("count", [0, 1, 16])
+def test_pools_of_none_one_and_sixteen_gpus(count: int, ask: Ask, tmp_path: Path) -> None:
+    board = load_board("hgx-h100")
+    both = board.gpus + tuple(msgspec.structs.replace(g, pci=g.pci.replace("0000:", "0001:")) for g in board.gpus)
+    inventory = inventory_of(msgspec.structs.replace(board, name="n", gpus=both[:count]), tmp_path)
+    cases = [
+        {"slices": [body(s) for s in planned(inventory, mode)], "claim": claim(max(count, 1))}
+        for mode in ("static", "dynamic", "shared")
+    ]
+    answers = ask(cases)
+    assert [(a["refused"], a["error"]) for a in answers] == [([], "")] * 3
+    assert [len(a["devices"] or ()) for a in answers] == [count] * 3
+
+
+HOSTILE = [
+    "",
+    " ",
+    "\x00\x1b[31m",
+    "x" * 500,
+    "é" * 40,
+    "🙂" * 20,
+    "a\nb",
+    "\u202ertl",
+    '"}]}',
+    "../../etc",
+    "-",
+    "0x",
+    "ÿ\ufffd",
+]
+
+
+def test_hostile_names_and_versions_are_accepted_or_left_out(ask: Ask, tmp_path: Path) -> None:
+    inventory = inventory_of(load_board("hgx-h100"), tmp_path)
+    cases = []
+    for text in HOSTILE:
+        first = dataclasses.replace(
+            inventory.gpus[0], product=text, brand=text, architecture=text, pcie_root=text, serial=text
+        )
+        made = dataclasses.replace(inventory, driver_version=text, cuda_version=text, gpus=(first, *inventory.gpus[1:]))
+        cases += [
+            {"slices": [body(s) for s in planned(made, mode)], "claim": claim(8)} for mode in ("static", "dynamic")
+        ]
+    answers = ask(cases)
+    assert [(a["refused"], len(a["devices"] or ())) for a in answers] == [([], 8)] * len(cases)
+
+
+@pytest.mark.parametrize("board", MIG_BOARDS)
+def test_two_partitions_fit_exactly_when_the_hardware_has_room(board: str, ask: Ask, tmp_path: Path) -> None:
+    """Every pair of placements of one GPU: held the one, the other is allocated if and only if their memory slices
+    are apart and there is a media engine for each that has one."""
+    one = load_board(board)
+    inventory = inventory_of(alone(one), tmp_path)
+    gpu = inventory.gpus[0]
+    counters, devices = planned(inventory, "dynamic")
+    by_name = {d.name: d for d in devices.spec.devices}
+    places = [(p, start, mig_device_name(gpu.pci, p.name, start)) for p in gpu.mig_profiles for start in p.starts]
+    cases, expected = [], []
+    for (p, a, first), (q, b, second) in itertools.permutations(places, 2):
+        pair = msgspec.structs.replace(devices.spec, devices=(by_name[first], by_name[second]))
+        slices = [body(counters), body(msgspec.structs.replace(devices, spec=pair))]
+        cases.append({"slices": slices, "held": [first], "claim": claim()})
+        apart = a + p.size <= b or b + q.size <= a
+        expected.append([second] if apart and not (p.ofa_engines and q.ofa_engines) else None)
+    assert [a["devices"] for a in ask(cases)] == expected
+    assert None in expected
+    assert any(expected)
+
+
+@pytest.mark.parametrize("board", MIG_BOARDS)
+def test_whole_gpu_and_partition_exclude_each_other(board: str, ask: Ask, tmp_path: Path) -> None:
+    one = load_board(board)
+    inventory = inventory_of(alone(one), tmp_path)
+    slices = planned(inventory, "dynamic")
+    names = [d.name for d in slices[1].spec.devices]
+    whole, partitions = names[-1], names[:-1]
+    bodies = [body(s) for s in slices]
+    wants_whole = claim(1, f'{attribute("type")} == "gpu"')
+    cases = [{"slices": bodies, "held": [name], "claim": wants_whole} for name in partitions]
+    cases.append({"slices": bodies, "held": [whole], "claim": claim()})
+    cases.append({"slices": bodies, "claim": wants_whole})
+    assert [a["devices"] for a in ask(cases)] == [None] * (len(partitions) + 1) + [[whole]]
+
+
+def test_first_fit_fills_the_high_half_first(ask: Ask, tmp_path: Path) -> None:
+    one = load_board("hgx-h100")
+    inventory = inventory_of(alone(one), tmp_path)
+    bodies = [body(s) for s in planned(inventory, "dynamic")]
+    small = f'{attribute("profile")} == "1g.10gb"'
+    (three,) = ask([{"slices": bodies, "claim": claim(3, small)}])
+    assert [name[-2:] for name in three["devices"]] == ["-6", "-5", "-4"]
+    (large,) = ask(
+        [{"slices": bodies, "held": three["devices"], "claim": claim(1, f'{attribute("profile")} == "4g.40gb"')}]
+    )
+    assert large["devices"] == ["gpu-0000-1b-00-0-mig-4g-40gb-0"]
+
+
+def test_a_shared_gpu_is_given_out_by_memory(ask: Ask, tmp_path: Path) -> None:
+    one = load_board("l4")
+    inventory = inventory_of(alone(one), tmp_path)
+    bodies = [body(s) for s in planned(inventory, "shared")]
+    device = inventory.gpus[0]
+    shares = [{"device": device_name(device.pci), "consumed": {"memory": "7Gi"}}] * 2
+    wanted = {size: claim(capacity={"requests": {"memory": size}}) for size in ("7Gi", "8Gi", "9Gi", "100Mi")}
+    cases = [{"slices": bodies, "shares": shares, "claim": c} for c in (*wanted.values(), claim())]
+    cases.append({"slices": bodies, "claim": claim()})
+    found = [bool(a["devices"]) for a in ask(cases)]
+    assert found == [True, True, False, True, False, True], "22 GiB less 14; a claim that names no amount wants all"
+
+
+def test_the_linter_refuses_no_less_than_the_api_server(ask: Ask) -> None:
+    """The linter's own bad examples: whatever the API server refuses, the linter has named."""
+    from tests.slices.test_slices_linter import BAD_DEVICES, BAD_SLICES, device, made
+
+    slices = [made(device("good"), bad) for bad, _ in BAD_DEVICES.values()] + [bad for bad, _ in BAD_SLICES.values()]
+    names = [*BAD_DEVICES, *BAD_SLICES]
+    accepted = {n for n, a in zip(names, ask([{"slices": [body(s)]} for s in slices]), strict=True) if not a["refused"]}
+    assert all(lint([s]) for s in slices)
+    assert accepted == set()
