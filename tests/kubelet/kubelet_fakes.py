@@ -101,7 +101,7 @@ def make_engine(
         claims=api,
         devices=devices,
         checkpoint=CheckpointFile(paths.checkpoint(DRIVER)),
-        cdi=CdiStore(paths.cdi, DRIVER),
+        cdi=more.pop("cdi", None) or CdiStore(paths.cdi, DRIVER),
         lock=NodeLock(paths.lock(DRIVER), timeout_s=5),
         **more,
     )
@@ -165,6 +165,9 @@ class FakeSharing:
         self.step = step
         self.broken: set[str] = set()
         directory.mkdir(parents=True, exist_ok=True)
+
+    def refuses(self, sharing: Sharing) -> str:
+        return ""
 
     def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
         for device in devices:

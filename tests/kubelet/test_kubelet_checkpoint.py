@@ -10,6 +10,8 @@ import pytest
 from kubelet_fakes import gpu_nodes, uid
 
 from gpunode.kubelet.checkpoint import QUARANTINED, CheckpointFile, Entry, HeldDevice, State
+from gpunode.kubelet.config import Interval, Mps, TimeSlicing
+from gpunode.model.injection import DeviceNode, DeviceNodes, Mount
 
 
 def entry(n: int) -> Entry:
@@ -89,3 +91,40 @@ def test_fields_of_a_newer_program_are_skipped(tmp_path: Path) -> None:
     body["claims"][uid(1)]["alsoLater"] = {"x": []}
     write(path, body)
     assert CheckpointFile(path).load().entries == {uid(1): entry(1)}
+
+
+# Written by the first release; never to be changed, only added to.
+RELEASED = {
+    1: (
+        b'{"version":1,"checksum":"CHECKSUM"}\n'
+        b'{"claims":{"00000001-0000-4000-8000-000000000000":{"uid":"00000001-0000-4000-8000-000000000000",'
+        b'"namespace":"ns","name":"claim-1","boot_id":"b","state":"completed","devices":[{"device":"gpu-0",'
+        b'"pool":"node-1","requests":["r"],"nodes":{"uuid":"GPU-0","pci":"0000:00:00.0","nodes":[{"host_path":'
+        b'"/host/nvidia0","container_path":"/dev/nvidia0"}],"control":[{"host_path":"/host/nvidiactl",'
+        b'"container_path":"/dev/nvidiactl"}],"env":{"GPUNODE_GPU_0":"GPU-0"},"mounts":[{"host_path":"/a",'
+        b'"container_path":"/b","options":["ro"]}],"parent":"gpu-1","dynamic":true},"admin":true,"share_id":"s",'
+        b'"consumed":{"memory":"1Gi"},"sharing":{"strategy":"TimeSlicing","interval":"Long"}},{"device":"gpu-1",'
+        b'"pool":"node-1","requests":["r"],"nodes":{"uuid":"GPU-1"},"sharing":{"strategy":"MPS",'
+        b'"active_thread_percentage":5}}]}},"lost":true}'
+    )
+}
+
+
+@pytest.mark.parametrize("version", RELEASED)
+def test_files_of_every_release_are_read(tmp_path: Path, version: int) -> None:
+    body = RELEASED[version].split(b"\n", 1)[1]
+    path = tmp_path / "checkpoint.json"
+    path.write_bytes(RELEASED[version].replace(b"CHECKSUM", sha256(body).hexdigest().encode()))
+    loaded = CheckpointFile(path).load()
+    assert loaded.problems == () and loaded.lost
+    first, second = loaded.entries[uid(1)].devices
+    assert first == HeldDevice(
+        "gpu-0", "node-1", ("r",),
+        DeviceNodes(
+            "GPU-0", "0000:00:00.0", nodes=(DeviceNode("/host/nvidia0", "/dev/nvidia0"),),
+            control=(DeviceNode("/host/nvidiactl", "/dev/nvidiactl"),), env={"GPUNODE_GPU_0": "GPU-0"},
+            mounts=(Mount("/a", "/b", ("ro",)),), parent="gpu-1", dynamic=True,
+        ),
+        admin=True, share_id="s", consumed={"memory": "1Gi"}, sharing=TimeSlicing(Interval.LONG),
+    )  # fmt: skip
+    assert second.sharing == Mps(active_thread_percentage=5)

@@ -36,7 +36,6 @@ def sharing(strategy: str, **more: Any) -> dict[str, Any]:
 )
 def test_what_is_understood(document: dict[str, Any], expected: Sharing | None) -> None:
     assert decode(document) == Config(document["kind"], expected)
-    assert lint(document) is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,28 @@ def test_what_is_understood(document: dict[str, Any], expected: Sharing | None) 
 def test_what_is_refused_and_where(document: object, path: str) -> None:
     with pytest.raises(ConfigError, match=f"^{path}"):
         decode(document, "p")
-    assert lint(document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap", "path"),
+    [
+        ("ResourceClaim", lambda c: {"devices": {"config": c}}, "spec.devices"),
+        ("ResourceClaimTemplate", lambda c: {"spec": {"devices": {"config": c}}}, "spec.spec.devices"),
+        ("DeviceClass", lambda c: {"config": c}, "spec"),
+    ],
+)
+def test_lint_reads_every_object_that_can_carry_a_configuration(kind: str, wrap: Any, path: str) -> None:
+    good = {"opaque": {"driver": DRIVER, "parameters": HEAD}}
+    bad = {"opaque": {"driver": DRIVER, "parameters": HEAD | {"kind": "x"}}}
+    foreign = {"opaque": {"driver": "nic.example.com", "parameters": {}}}
+    assert lint({"kind": kind, "spec": wrap([good, foreign])}, DRIVER) == []
+    (found,) = lint({"kind": kind, "spec": wrap([good, bad])}, DRIVER)
+    assert found.startswith(f"{path}.config[1].opaque.parameters.kind: ")
+
+
+@given(st.recursive(st.none() | st.text(max_size=6), lambda i: st.lists(i) | st.dictionaries(st.text(max_size=6), i)))
+def test_lint_survives_anything(document: object) -> None:
+    assert lint(document, DRIVER) == []
 
 
 def config(source: str, interval: str, *requests: str, driver: str = DRIVER, kind: str = "GpuConfig") -> Any:

@@ -335,10 +335,12 @@ def run(examples: int, steps: int) -> Counter[str]:
 
 def test_a_slice_of_what_can_happen() -> None:
     seen = run(examples=25, steps=40)
-    assert min(seen[what] for what in ("killed", "prepared", "brought back", "released", ErrorKind.HELD)) > 0, seen
+    assert min(seen[what] for what in ("killed", "prepared", ErrorKind.HELD)) > 0, seen
 
 
 @pytest.mark.soak
 def test_ten_thousand_steps_of_what_can_happen() -> None:
     seen = run(examples=400, steps=60)
     assert seen["steps"] >= 10_000, seen
+    rare = ("killed", "prepared", "brought back", "released", ErrorKind.HELD, ErrorKind.HARDWARE)
+    assert min(seen[what] for what in rare) > 0, seen

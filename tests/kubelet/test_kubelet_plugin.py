@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -185,6 +186,36 @@ async def test_a_stale_socket_of_a_killed_plugin_is_replaced(tmp_path: Path, pat
     paths.dra_socket(DRIVER).touch()
     async with running(tmp_path, paths, FakeApi()), dial(paths.dra_socket(DRIVER)) as channel:
         await dra(channel, dra_v1_pb2, "Unprepare", [])
+
+
+async def test_sockets_of_killed_instances_are_removed_and_live_ones_kept(tmp_path: Path, paths: KubeletPaths) -> None:
+    async with running(tmp_path, paths, FakeApi(), instance="alive"):
+        for path in (paths.registration_socket(DRIVER, "dead"), paths.dra_socket(DRIVER, "dead")):
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.bind(str(path))
+        async with running(tmp_path, paths, FakeApi(), instance="new"):
+            assert [s.name for s in FakeKubelet(paths).sockets()] == [
+                f"{DRIVER}-alive-reg.sock", f"{DRIVER}-new-reg.sock",
+            ]  # fmt: skip
+            assert sorted(s.name for s in paths.plugin_dir(DRIVER).glob("*.sock")) == ["dra-alive.sock", "dra-new.sock"]
+
+
+async def test_a_kubelet_that_does_not_come_is_complained_about_once(
+    tmp_path: Path, paths: KubeletPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    def complaints() -> int:
+        return sum("has not registered" in r.getMessage() for r in caplog.records)
+
+    async with running(tmp_path, paths, FakeApi(), late_after_s=0.1):
+        await until(lambda: complaints() == 1)
+        await asyncio.sleep(0.3)
+        assert complaints() == 1
+        kubelet = FakeKubelet(paths)
+        await kubelet.register(kubelet.sockets()[0])
+        await asyncio.sleep(0.3)
+        assert complaints() == 1
+        await kubelet.register(kubelet.sockets()[0], accept=False)
+        await until(lambda: complaints() == 2)
 
 
 async def test_no_kubelet_and_long_paths_are_said_plainly(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ missing and removed when no entry owns them. Nothing else about them is remember
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -41,13 +41,37 @@ def _device_name(uid: str, held: HeldDevice) -> str:
     return f"{short}-{held.device}{share}"
 
 
-def spec(entry: Entry) -> dict[str, Any]:
+class Hook(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
+    """A program that the container runtime runs, as the CDI specification has it."""
+
+    hook_name: str
+    path: str
+    args: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+
+
+class CommonEdits(msgspec.Struct, frozen=True):
+    """What every container with a device of ours gets once: the driver's libraries and what makes them usable."""
+
+    env: tuple[tuple[str, str], ...] = ()
+    nodes: tuple[DeviceNode, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+
+
+NOTHING: Final = CommonEdits()
+
+
+def spec(entry: Entry, common: CommonEdits = NOTHING) -> dict[str, Any]:
     """The CDI document of one claim. Claim-wide edits apply as soon as a container uses any of its devices."""
-    control: dict[str, DeviceNode] = {}
+    control = {node.container_path: node for node in common.nodes}
     for held in entry.devices:
         control.update({node.container_path: node for node in held.nodes.control})
     visible = ",".join(dict.fromkeys(held.nodes.uuid for held in entry.devices if held.nodes.uuid))
-    env = {"NVIDIA_VISIBLE_DEVICES": visible, "GPUNODE_CLAIM": entry.key}
+    env = {"NVIDIA_VISIBLE_DEVICES": visible, "GPUNODE_CLAIM": entry.key} | dict(common.env)
+    shared = _edits(control.values(), env, common.mounts)
+    if common.hooks:
+        shared["hooks"] = [msgspec.to_builtins(hook) for hook in common.hooks]
     return {
         "cdiVersion": CDI_VERSION,
         "kind": KIND,
@@ -58,7 +82,7 @@ def spec(entry: Entry) -> dict[str, Any]:
             }
             for held in entry.devices
         ],
-        "containerEdits": _edits(control.values(), env, ()),
+        "containerEdits": shared,
     }
 
 
@@ -76,9 +100,17 @@ def _edits(nodes: Iterable[DeviceNode], env: Mapping[str, str], mounts: Iterable
 
 
 class CdiStore:
-    """The files of one driver in a CDI directory. All methods block on the disk; callers hold the node lock."""
+    """The files of one driver in a CDI directory; `common` is read at every write, so a new driver's libraries reach
+    the files at the next call. All methods block on the disk; callers hold the node lock."""
 
-    def __init__(self, directory: Path, driver: str, step: Steps = no_step) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        driver: str,
+        step: Steps = no_step,
+        common: Callable[[], CommonEdits] = lambda: NOTHING,
+    ) -> None:
+        self._common = common
         self._directory = directory
         self._step = step
         self._prefix = f"{KIND.replace('/', '-')}_{driver}_"
@@ -93,7 +125,7 @@ class CdiStore:
     def ensure(self, entry: Entry) -> bool:
         """Make the file of one completed entry right; True if it had to be written. Raises OSError."""
         path = self.path(entry.uid)
-        wanted = msgspec.json.encode(spec(entry))
+        wanted = msgspec.json.encode(spec(entry, self._common()))
         with suppress(OSError):
             if path.read_bytes() == wanted:
                 return False

@@ -13,7 +13,7 @@ Strict: an unknown field, kind or value is refused with its path, so that a typi
 import re
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -178,10 +178,26 @@ def _applies(requests: Sequence[str], request: str) -> bool:
     return not requests or request in requests or request.partition("/")[0] in requests
 
 
-def lint(parameters: Any) -> str | None:
-    """What is wrong with opaque parameters written for our driver, or None."""
-    try:
-        decode(parameters)
-    except ConfigError as error:
-        return str(error)
-    return None
+def lint(document: object, driver: str) -> list[str]:
+    """What is wrong with our driver's parameters in a claim, claim template or device class; empty if nothing.
+
+    document: the object as YAML or JSON gave it. Each item begins with the path of the field.
+    """
+    devices = ("devices",) if _at(document, "kind") != "ResourceClaimTemplate" else ("spec", "devices")
+    path = ("spec",) if _at(document, "kind") == "DeviceClass" else ("spec", *devices)
+    configs = document
+    for part in (*path, "config"):
+        configs = _at(configs, part)
+    found = []
+    for index, config in enumerate(configs if isinstance(configs, list) else ()):
+        opaque = _at(config, "opaque")
+        if _at(opaque, "driver") == driver:
+            try:
+                decode(_at(opaque, "parameters"), f"{'.'.join(path)}.config[{index}].opaque.parameters")
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def _at(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, dict) else None

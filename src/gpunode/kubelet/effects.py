@@ -42,10 +42,11 @@ class Effects:
                     ErrorKind.CONFIG,
                     f"claim {entry.key}: this node makes no partitions, so {held.device} cannot be had",
                 )
-            if held.sharing is not None and self.sharing is None:
-                raise ClaimError(
-                    ErrorKind.CONFIG, f"claim {entry.key}: this node cannot apply the sharing asked for {held.device}"
-                )
+            if held.sharing is not None and (why := self._refuses(held.sharing)):
+                raise ClaimError(ErrorKind.CONFIG, f"claim {entry.key}: sharing of {held.device}: {why}")
+
+    def _refuses(self, sharing: Sharing) -> str:
+        return "this node offers none" if self.sharing is None else self.sharing.refuses(sharing)
 
     def intact(self, entry: Entry) -> bool:
         """Whether the partitions that the entry needs exist (whole GPUs do). Raises ClaimError(HARDWARE)."""

@@ -7,6 +7,8 @@ so a restarted kubelet comes back by itself, unless the directory was wiped: the
 
 import asyncio
 import logging
+import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +78,27 @@ class KubeletPaths:
         self.plugin_dir(driver).mkdir(mode=0o750, parents=True, exist_ok=True)
         self.registry.mkdir(mode=0o750, exist_ok=True)
 
+    def remove_dead_sockets(self, driver: str) -> None:
+        """Remove what killed instances of this driver left: the kubelet would dial such sockets for ever. Blocks."""
+        candidates = [*self.registry.glob(f"{driver}-*reg.sock"), *self.plugin_dir(driver).glob("dra*.sock")]
+        for path in candidates:
+            if path.is_socket() and _is_dead(path):
+                logger.info("removing %s, which nobody serves any more", path)
+                path.unlink(missing_ok=True)
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether nobody listens on a unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
 
 async def _nothing() -> None:
     return None
@@ -99,6 +122,7 @@ class KubeletPlugin:
         instance: str = "",
         check_every_s: float = 1.0,
         grace_s: float = 2.0,
+        late_after_s: float = 30.0,
     ) -> None:
         self.registered = asyncio.Event()
         self._driver = driver
@@ -106,6 +130,7 @@ class KubeletPlugin:
         self._on_registered = on_registered
         self._check_every_s = check_every_s
         self._grace_s = grace_s
+        self._late_after_s = late_after_s
         self._registration_path = paths.registration_socket(driver, instance)
         self._dra_path = paths.dra_socket(driver, instance)
         self._dra_handlers = [*dra_handlers(preparer), *health_handlers(health, pool)]
@@ -119,6 +144,7 @@ class KubeletPlugin:
         for path in (self._dra_path, self._registration_path):
             _check_length(path)
         self._paths.prepare(self._driver)
+        await asyncio.to_thread(self._paths.remove_dead_sockets, self._driver)
         self._dra_server = await _SocketServer.start(self._dra_path, self._dra_handlers)
         try:
             self._registration_server = await self._register()
@@ -180,8 +206,10 @@ class KubeletPlugin:
 
         One that another process bound at the same path is left alone: without instance ids the newest process wins.
         """
+        waiting_since: float | None = time.monotonic()
         while True:
             await asyncio.sleep(self._check_every_s)
+            waiting_since = self._complain(waiting_since)
             try:
                 if self._dra_server is not None and not self._dra_path.exists():
                     logger.warning("%s is gone; serving it again", self._dra_path)
@@ -194,6 +222,18 @@ class KubeletPlugin:
                     self._registration_server = await self._registration_server.replace()
             except (PluginError, OSError) as error:
                 logger.error("cannot serve the kubelet, trying again: %s", error)
+
+    def _complain(self, waiting_since: float | None) -> float | None:
+        """Once per wait, when the kubelet takes long to register us. Returns since when we wait; None: no more."""
+        if self.registered.is_set():
+            return time.monotonic()
+        if waiting_since is None or time.monotonic() - waiting_since < self._late_after_s:
+            return waiting_since
+        logger.warning(
+            "the kubelet has not registered plugin %s for %.0f s; check that it runs, and that it watches %s "
+            "(its --root-dir)", self._driver, self._late_after_s, self._paths.registry,
+        )  # fmt: skip
+        return None
 
 
 def _check_length(path: Path) -> None:

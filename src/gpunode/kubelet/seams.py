@@ -50,6 +50,10 @@ class Partitioner(Protocol):
 class SharingControl(Protocol):
     """Applies time slicing or MPS to the devices of one claim. Blocking; can be called again after a kill."""
 
+    def refuses(self, sharing: Sharing) -> str:
+        """Why this node cannot apply it, or "" when it can."""
+        ...
+
     def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
         """Set the devices (by name) up for the claim; returns them with what containers need in addition.
 

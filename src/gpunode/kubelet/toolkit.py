@@ -1,0 +1,93 @@
+"""The driver's libraries, as the NVIDIA container toolkit finds them.
+
+    nvidia-ctk cdi generate --format=json
+
+prints a CDI document whose document-wide edits hold the library mounts, the hooks that make them usable and the nodes
+all GPUs share; what it says about single devices is not used. Without the tool containers get device nodes only, and
+bring their own libraries.
+"""
+
+import logging
+import shutil
+import subprocess
+from typing import Final
+
+import msgspec
+
+from gpunode.kubelet.cdi import CommonEdits, Hook
+from gpunode.model.errors import HardwareError
+from gpunode.model.injection import DeviceNode, Mount
+
+logger = logging.getLogger(__name__)
+
+TOOL: Final = "nvidia-ctk"
+_TIMEOUT_S: Final = 60.0
+_MAX_BYTES: Final = 4 * 2**20
+_MAX_ITEMS: Final = 1024
+
+
+class _Struct(msgspec.Struct, frozen=True, rename="camel"):
+    """Carries the codec settings only."""
+
+
+class _Node(_Struct, frozen=True):
+    path: str
+    host_path: str = ""
+
+
+class _Mount(_Struct, frozen=True):
+    host_path: str
+    container_path: str
+    options: tuple[str, ...] = ()
+
+
+class _Edits(_Struct, frozen=True):
+    env: tuple[str, ...] = ()
+    device_nodes: tuple[_Node, ...] = ()
+    mounts: tuple[_Mount, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+
+
+class _Document(_Struct, frozen=True):
+    container_edits: _Edits = _Edits()
+
+
+def common_edits() -> CommonEdits:
+    """Ask the toolkit; empty where it is not installed. Blocks for seconds; ask again when the driver changed.
+
+    Raises HardwareError when the toolkit is there and fails, or finds nothing: containers without libraries would
+    start and only then fail, for a reason nobody sees.
+    """
+    if shutil.which(TOOL) is None:
+        logger.info("%s is not installed: containers get device nodes, not the driver's libraries", TOOL)
+        return CommonEdits()
+    try:
+        done = subprocess.run(
+            [TOOL, "cdi", "generate", "--format=json"], capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HardwareError(f"{TOOL}: {error}") from error
+    if done.returncode != 0:
+        said = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+        raise HardwareError(f"{TOOL} cdi generate failed with status {done.returncode}: {said}")
+    return parse(done.stdout)
+
+
+def parse(document: bytes) -> CommonEdits:
+    """The document-wide edits of a CDI document. Raises HardwareError when it is not one, or mounts nothing."""
+    if len(document) > _MAX_BYTES:
+        raise HardwareError(f"{TOOL} cdi generate printed more than {_MAX_BYTES} bytes")
+    try:
+        edits = msgspec.json.decode(document, type=_Document).container_edits
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise HardwareError(f"{TOOL} cdi generate printed no CDI document: {error}") from error
+    if not edits.mounts:
+        raise HardwareError(f"{TOOL} cdi generate found no driver libraries; is the driver loaded, is its root right?")
+    if max(len(edits.mounts), len(edits.hooks), len(edits.env), len(edits.device_nodes)) > _MAX_ITEMS:
+        raise HardwareError(f"{TOOL} cdi generate lists more than {_MAX_ITEMS} items of a kind")
+    return CommonEdits(
+        env=tuple((name, value) for name, _, value in (item.partition("=") for item in edits.env)),
+        nodes=tuple(DeviceNode(node.host_path or node.path, node.path) for node in edits.device_nodes),
+        mounts=tuple(Mount(m.host_path, m.container_path, m.options) for m in edits.mounts),
+        hooks=edits.hooks,
+    )
