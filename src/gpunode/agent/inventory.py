@@ -1,62 +1,88 @@
-"""Knowing the hardware: waiting for it when a node boots, and looking again while it runs."""
+"""Knowing the hardware: waiting for it when a node boots, looking again and polling counters while it runs."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-import pynvml
-
-from gpunode.agent.machine import Machine
-from gpunode.hardware.discover import discover
+from gpunode.agent.monitor import HealthMonitor
+from gpunode.hardware.nvml import Nvml
+from gpunode.hardware.rescan import Scanner
+from gpunode.hardware.sample import sample_all
+from gpunode.health.signals import GpuLost
 from gpunode.kube.events import ObjectRef, Recorder
 from gpunode.model.hardware import Inventory
 
 logger = logging.getLogger(__name__)
 _RETRY_S = 5.0
-_RESCAN_S = 30.0
+_RESCAN_S = 10.0
 
 
-async def first_inventory(machine: Machine, recorder: Recorder, about: ObjectRef) -> Inventory:
+async def first_inventory(scanner: Scanner, recorder: Recorder, about: ObjectRef) -> Inventory:
     """The node's inventory as soon as NVML answers; until then says why not and tries again."""
     told = ""
     while True:
-        try:
-            return await asyncio.to_thread(_read, machine, about.name)
-        except pynvml.NVMLError as error:
-            if str(error) != told:
-                told = str(error)
-                note = f"NVML is not usable yet ({error}); no GPUs are published until the driver is loaded"
-                logger.warning("%s", note)
-                await recorder.emit(about, "NvmlUnavailable", note, "Warning", "Discover")
+        scan = await asyncio.to_thread(scanner.scan)
+        if scan.inventory is not None:
+            return scan.inventory
+        if scan.error != told:
+            told = scan.error
+            note = f"{scan.error} No GPUs are published until then."
+            logger.warning("%s", note)
+            await recorder.emit(about, "NvmlUnavailable", note, "Warning", "Discover")
         await asyncio.sleep(_RETRY_S)
 
 
-async def rescan_forever(
-    machine: Machine, node: str, current: Inventory, wake: asyncio.Event, changed: Callable[[Inventory], None]
-) -> None:
-    """Look again every half minute, and at once when `wake` is set: GPUs come back, drivers are loaded anew.
+class HardwareWatch:
+    """Scans and polls every ten seconds, and at once when `wake` is called.
 
-    `changed` is given each inventory that differs from the one before. While NVML does not answer, the last one
-    stands: what cannot be asked has not changed.
+    `changed` is given each inventory that differs from the one before. While NVML does not answer the last one
+    stands: what cannot be asked has not changed, and a reload of the driver is no loss of GPUs.
     """
-    while True:
-        try:
-            async with asyncio.timeout(_RESCAN_S):
-                await wake.wait()
-        except TimeoutError:
-            pass
-        wake.clear()
-        try:
-            found = await asyncio.to_thread(_read, machine, node)
-        except pynvml.NVMLError as error:
-            logger.warning("NVML does not answer, the GPUs found before stay published: %s", error)
-            continue
-        if found != current:
-            logger.warning("the hardware changed: %d GPUs, driver %s", len(found.gpus), found.driver_version)
-            current = found
-            changed(found)
 
+    def __init__(
+        self,
+        scanner: Scanner,
+        nvml: Nvml,
+        current: Inventory,
+        monitor: HealthMonitor,
+        changed: Callable[[Inventory], None],
+    ) -> None:
+        self._scanner = scanner
+        self._nvml = nvml
+        self._current = current
+        self._monitor = monitor
+        self._changed = changed
+        self._wake = asyncio.Event()
+        self._error = ""
 
-def _read(machine: Machine, node: str) -> Inventory:
-    machine.nvml.nvmlInit()
-    return discover(machine.nvml, machine.roots, node)
+    def wake(self) -> None:
+        """Something happened to the hardware: look now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            await self._look()
+            try:
+                async with asyncio.timeout(_RESCAN_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def _look(self) -> None:
+        scan = await asyncio.to_thread(self._scanner.scan)
+        if scan.error != self._error:
+            self._error = scan.error
+            if scan.error:
+                logger.warning("%s The GPUs found before stay published.", scan.error)
+        if scan.error or scan.inventory is None:
+            return
+        if scan.inventory != self._current:
+            logger.warning("the hardware changed: %d GPUs", len(scan.inventory.gpus))
+            self._current = scan.inventory
+            self._changed(scan.inventory)
+        for gpu in scan.lost:
+            await self._monitor.put(GpuLost(gpu.pci, "NVML says that the GPU is lost"))
+        for sample in await asyncio.to_thread(sample_all, self._nvml, self._current):
+            await self._monitor.put(sample)

@@ -46,6 +46,11 @@ class HealthMonitor:
         return self._machine.project(self._state, self._devices)
 
     @property
+    def state(self) -> HealthState:
+        """Everything that is remembered, for metrics."""
+        return self._state
+
+    @property
     def kernel_sequence(self) -> int | None:
         """The last kernel log record that was taken in, so that a replay of the ring skips what is known."""
         return self._state.kernel_sequence

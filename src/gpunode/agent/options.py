@@ -4,11 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpunode.hardware.board import Board
+from gpunode.slices.layout import GpuMode
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Settings of one agent. `board` is the fake machine's board; None means real GPUs through NVML."""
+    """Settings of one agent. `board` is the fake machine's board; None means real GPUs through NVML.
+
+    mode: how GPUs are given out, see SliceConfig. health_policy: YAML file, see docs/health.md.
+    """
 
     node: str
     kubeconfig: Path | None
@@ -20,3 +24,5 @@ class AgentOptions:
     cdi_dir: Path
     state_dir: Path
     metrics_port: int
+    mode: GpuMode = "static"
+    health_policy: Path | None = None

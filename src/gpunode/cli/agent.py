@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gpunode.cli.connect import Kubeconfig
+from gpunode.cli.devices import Mode
 from gpunode.cli.output import fail
 from gpunode.cli.service import serve
 from gpunode.model.names import DEFAULT_DRIVER
@@ -41,6 +42,10 @@ def agent(
     cdi_dir: Annotated[Path, typer.Option(help="CDI directory of the container runtime.")] = Path("/var/run/cdi"),
     state_dir: Annotated[Path, typer.Option(help="Where health and its history are kept.")] = Path("/var/lib/gpunode"),
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves none.")] = 9401,
+    mode: Annotated[Mode, typer.Option(help="How GPUs are given out: whole, as MIG instances, shared.")] = Mode.STATIC,
+    health_policy: Annotated[
+        Path | None, typer.Option(help="Health policy file; see docs/health.md.", show_default=False)
+    ] = None,
 ) -> None:
     """Run the node agent until it is stopped.
 
@@ -67,5 +72,7 @@ def agent(
         cdi_dir=cdi_dir,
         state_dir=state_dir,
         metrics_port=metrics_port,
+        mode=mode.value,
+        health_policy=health_policy,
     )
     serve(lambda: run_agent(options), EXPECTED_ERRORS)

@@ -1,0 +1,248 @@
+"""The parts of the agent on one node, put together: every change ends in `_publish`, so all readers hear the same."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from gpunode.agent.claims import LiveClaims
+from gpunode.agent.faults import FaultOrders
+from gpunode.agent.inventory import HardwareWatch
+from gpunode.agent.machine import Machine
+from gpunode.agent.metrics import HealthCollector, serve_metrics
+from gpunode.agent.monitor import HealthMonitor
+from gpunode.agent.options import AgentOptions
+from gpunode.agent.sources import follow_kernel_log, follow_nvml
+from gpunode.hardware.nodes import device_nodes
+from gpunode.hardware.partitions import MigPartitioner
+from gpunode.hardware.rescan import Scanner
+from gpunode.health.devices import device_map
+from gpunode.health.machine import HealthMachine
+from gpunode.health.policy import load_policy
+from gpunode.health.signals import OperatorClear, PrepareResult
+from gpunode.health.state import Transition
+from gpunode.kube.client import Api
+from gpunode.kube.events import ObjectRef, Recorder
+from gpunode.kubelet.cdi import CdiStore
+from gpunode.kubelet.checkpoint import CheckpointFile, Entries
+from gpunode.kubelet.files import NodeLock
+from gpunode.kubelet.guard import BlackHoleGuard
+from gpunode.kubelet.health import DeviceReport, HealthFeed
+from gpunode.kubelet.metrics import KubeletMetrics
+from gpunode.kubelet.plugin import KubeletPaths, KubeletPlugin
+from gpunode.kubelet.prepare import PrepareEngine
+from gpunode.kubelet.processes import OpenDevices
+from gpunode.kubelet.reconcile import SecondLook
+from gpunode.kubelet.resolve import Node
+from gpunode.kubelet.seams import Notice
+from gpunode.model.faults import FaultOrder
+from gpunode.model.hardware import Inventory, device_name
+from gpunode.model.health import Level
+from gpunode.model.injection import DeviceNodes
+from gpunode.model.resource import ResourceSlice
+from gpunode.slices.layout import SliceConfig
+from gpunode.slices.planner import plan
+from gpunode.slices.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+_SECOND_LOOK_S = 60.0
+
+
+class NodeAgent:
+    """One node's agent, from its first inventory on."""
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        machine: Machine,
+        api: Api,
+        recorder: Recorder,
+        about: ObjectRef,
+        scanner: Scanner,
+        inventory: Inventory,
+    ) -> None:
+        self._options = options
+        self._machine = machine
+        self._api = api
+        self._recorder = recorder
+        self._about = about
+        self._inventory = inventory
+        self._held: frozenset[str] = frozenset()
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slices = SliceConfig(driver=options.driver, node=options.node, mode=options.mode)
+        self._registry = CollectorRegistry()
+        self._feed = HealthFeed()
+        policy = load_policy(options.health_policy)
+        # The guard counts failures by distinct claim; what it passes on is a fault at once.
+        counted = msgspec.structs.replace(policy, prepare_failures=1)
+        self._guard = BlackHoleGuard(self._on_black_hole, self._on_black_hole_over, policy.prepare_failures)
+        state = options.state_dir / "health.json"
+        self._monitor = HealthMonitor(HealthMachine(policy=counted), state, self._on_transitions)
+        self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware)
+        self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
+        self._engine, self._second_look = self._make_engine()
+        self._plugin = KubeletPlugin(
+            options.driver,
+            options.node,
+            KubeletPaths(options.kubelet_dir, options.cdi_dir),
+            self._engine,
+            self._feed,
+            on_registered=self._on_registered,
+            instance=options.instance,
+        )
+
+    def _make_engine(self) -> tuple[PrepareEngine, SecondLook]:
+        options, machine = self._options, self._machine
+        paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
+        claims = LiveClaims(self._api, options.driver, options.node)
+        metrics = KubeletMetrics(self._registry)
+        engine = PrepareEngine(
+            node=Node(options.driver, options.node, self._inventory.boot_id),
+            claims=claims,
+            devices=self._device_nodes,
+            checkpoint=CheckpointFile(paths.checkpoint(options.driver)),
+            cdi=CdiStore(options.cdi_dir, options.driver),
+            lock=NodeLock(paths.lock(options.driver)),
+            allocated=claims.allocated,
+            partitioner=self._partitioner(),
+            notify=self._on_notice,
+            changed=self._on_claims,
+            metrics=metrics,
+            guard=self._guard,
+        )
+        look = SecondLook(engine, claims, self._on_notice, OpenDevices(machine.roots.proc), metrics)
+        return engine, look
+
+    def _partitioner(self) -> MigPartitioner | None:
+        if self._options.mode != "dynamic":
+            return None
+        return MigPartitioner(self._machine.nvml, self._machine.roots, lambda: self._inventory.gpus)
+
+    async def run(self) -> None:
+        """Serve the node until cancelled. Raises PluginError when the kubelet cannot be served."""
+        self._registry.register(HealthCollector(lambda: (self._monitor.state, self._monitor.health)))
+        serve_metrics(self._registry, self._options.metrics_port)
+        transitions = await asyncio.to_thread(self._monitor.start, self._inventory.boot_id, device_map(self._inventory))
+        await self._engine.recover()
+        self._publish()
+        await self._plugin.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._publisher.run())
+                tasks.create_task(self._monitor.run())
+                tasks.create_task(self._watch.run())
+                tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor))
+                tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
+                tasks.create_task(self._on_transitions(transitions))
+                tasks.create_task(self._look_twice_forever())
+                tasks.create_task(self._announce())
+                if self._machine.execute is not None:
+                    done = self._options.state_dir / "fault-orders-done.json"
+                    orders = FaultOrders(self._api, self._recorder, self._about, done, self._execute)
+                    tasks.create_task(orders.run())
+        finally:
+            await self._plugin.stop()
+            self._engine.close()
+
+    async def _announce(self) -> None:
+        await self._publisher.published.wait()
+        await self._plugin.registered.wait()
+        logger.info("ready: slices published, plugin registered with the kubelet")
+
+    async def _look_twice_forever(self) -> None:
+        """Compare checkpoint, CDI files, partitions and live claims, and repair what differs."""
+        while True:
+            await asyncio.sleep(_SECOND_LOOK_S)
+            try:
+                await self._second_look.run()
+            except OSError as error:
+                logger.error("claims not compared, will retry: %s", error)
+
+    async def _execute(self, order: FaultOrder) -> None:
+        """Carry out an order on the fake machine. A recovery is a board put right by a person, and told so."""
+        if self._machine.execute is None:
+            raise LookupError("this agent runs on real hardware")
+        await self._machine.execute(order)
+        if order.recover:
+            await self._monitor.put(OperatorClear(device=order.device, by=f"fault order {order.id}"))
+        self._watch.wake()
+
+    def _device_nodes(self) -> dict[str, DeviceNodes]:
+        gpus = self._inventory.gpus
+        dynamic = frozenset(device_name(g.pci) for g in gpus if self._slices.mode_of(g) == "dynamic")
+        return device_nodes(self._inventory, self._machine.roots, dynamic)
+
+    def _plan(self, existing: Sequence[ResourceSlice]) -> tuple[ResourceSlice, ...]:
+        return plan(self._inventory, self._monitor.health, self._slices, existing, self._held)
+
+    def _publish(self) -> None:
+        """Tell everyone who reads health: the slices and the kubelet."""
+        health = self._monitor.health
+        names = set(self._device_nodes()) | set(health.devices) | self._held
+        self._feed.update(
+            {
+                name: DeviceReport(health.of(name).level is not Level.UNHEALTHY, health.of(name).message)
+                for name in sorted(names)
+            }
+        )
+        self._publisher.poke()
+
+    async def _on_registered(self) -> None:
+        # A kubelet that just started has wiped the node's slices.
+        self._publisher.poke()
+
+    def _on_hardware(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._monitor.use(device_map(inventory))
+        self._publish()
+
+    def _on_claims(self, entries: Entries) -> None:
+        """Devices that this node has given out stay published whatever happens to them."""
+        held = frozenset(device.device for entry in entries.values() for device in entry.devices)
+        if held != self._held:
+            self._held = held
+            self._publish()
+
+    async def _on_transitions(self, transitions: Sequence[Transition]) -> None:
+        self._publish()
+        for one in transitions:
+            reason, kind = _event(one)
+            logger.warning("%s %s %s: %s", one.device, one.dimension, one.change, one.message)
+            await self._recorder.emit(self._about, reason, f"{one.device}: {one.message}", kind, "WatchHealth")
+
+    def _on_black_hole(self, device: str, message: str) -> None:
+        self._later(self._monitor.put(PrepareResult(device, message)))
+
+    def _on_black_hole_over(self, device: str) -> None:
+        self._later(self._monitor.put(PrepareResult(device)))
+
+    def _on_notice(self, notice: Notice) -> None:
+        """From the engine's thread or the loop's: an Event on the claim it is about, else on the node."""
+        logger.warning("%s: %s", notice.reason, notice.message)
+        self._loop.call_soon_threadsafe(lambda: self._later(self._tell(notice)))
+
+    async def _tell(self, notice: Notice) -> None:
+        about = self._about
+        if notice.claim is not None:
+            namespace, name, uid = notice.claim
+            about = ObjectRef("resource.k8s.io/v1", "ResourceClaim", name, namespace, uid)
+        await self._recorder.emit(about, notice.reason, notice.message, "Warning", "Prepare")
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the caller, who cannot wait."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _event(transition: Transition) -> tuple[str, Literal["Normal", "Warning"]]:
+    """Event reason and type of something that happened to a device."""
+    if transition.change == "cleared":
+        return "GpuRecovered", "Normal"
+    if transition.level is Level.HEALTHY:
+        return "GpuNotice", "Normal"
+    return ("GpuUnhealthy" if transition.level is Level.UNHEALTHY else "GpuDegraded"), "Warning"
