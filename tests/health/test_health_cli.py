@@ -39,6 +39,11 @@ def test_status(state: Path) -> None:
     assert (found["device"], found["finding"]["code"]) == (GPU, "79")
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    log = "NVRM: Xid (PCI:0000:07:00): 119, pid=7, name=[red]x[/red], Timeout\n"
+    assert "[red]x[/red]" in run("replay", "-", stdin=log).output
+
+
 def test_history(state: Path) -> None:
     result = run("history", "--state", str(state))
     assert result.output.index("noted") < result.output.index("raised")

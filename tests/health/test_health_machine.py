@@ -45,6 +45,24 @@ def test_the_sentence_of_a_lost_gpu() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "about"),
+    [
+        ({}, ""),
+        ({"pid": 42, "process": "python3"}, ": in python3 (pid 42)"),
+        ({"pid": 42}, ": in pid 42"),
+        ({"previous": 31}, ": after XID 31"),
+        ({"previous": 31, "pid": 42, "process": "a\n\x1b[1mb"}, ": after XID 31, in a ?[1mb (pid 42)"),
+        ({"pid": 1, "process": "x" * 5000}, f": in {'x' * 64} (pid 1)"),
+    ],
+)
+def test_the_sentence_names_the_program_and_the_error_before(fields: dict[str, object], about: str) -> None:
+    node = Node()
+    node.feed(xid(45, **fields))
+    meaning = builtin_catalogue().of(45).meaning
+    assert node.log[0].message == f"XID 45 ({meaning}{about}): nothing to do; the GPU stays in use"
+
+
 def test_a_harmless_code_after_a_fault_changes_nothing() -> None:
     node = Node()
     before = node.feed(xid(79))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from gpunode.cli.output import Format, console, emit, fail
@@ -51,7 +52,7 @@ def status(state: State = DEFAULT_STATE, output: Output = Format.TABLE) -> None:
     table = Table("DEVICE", "LEVEL", "SINCE", "WHAT", box=None, pad_edge=False)
     for name, finding in findings:
         colour = _COLOURS[finding.level]
-        table.add_row(name, f"[{colour}]{finding.level}[/{colour}]", finding.since, finding.message)
+        table.add_row(name, f"[{colour}]{finding.level}[/{colour}]", finding.since, escape(finding.message))
     console().print(table if findings else f"nothing stands against any of {len(saved.devices)} known devices")
 
 
@@ -72,7 +73,9 @@ def history(
     table = Table("TIME", "DEVICE", "CHANGE", "WHAT", box=None, pad_edge=False)
     for transition in happened:
         colour = _COLOURS[transition.level]
-        table.add_row(transition.at, transition.device, f"[{colour}]{transition.change}[/{colour}]", transition.message)
+        table.add_row(
+            transition.at, transition.device, f"[{colour}]{transition.change}[/{colour}]", escape(transition.message)
+        )
     console().print(table if happened else "nothing has happened")
 
 
@@ -141,11 +144,11 @@ def replay(
     for after, what in replayed.transitions:
         colour = _COLOURS[what.level]
         when = "-" if after is None else f"{after:.3f} s"
-        table.add_row(when, what.device, f"[{colour}]{what.change}[/{colour}]", what.message)
+        table.add_row(when, what.device, f"[{colour}]{what.change}[/{colour}]", escape(what.message))
     console().print(table)
     console().print(f"{replayed.records} records; {len(left)} faults stand at the end")
     for name, finding in left:
-        console().print(f"  {name}: {finding.message}")
+        console().print(f"  {name}: {finding.message}", markup=False)
 
 
 @app.command()
@@ -171,7 +174,7 @@ def policy(
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in told.items():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     console().print(table)
 
 

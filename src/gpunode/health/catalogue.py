@@ -96,6 +96,12 @@ class Catalogue(msgspec.Struct, frozen=True):
         )
 
 
+def shipped(name: str) -> object:
+    """Content of one of this package's own data files."""
+    text = resources.files("gpunode.health").joinpath("data", name).read_text("utf-8")
+    return yaml.load(text, Loader=_LOADER)  # noqa: S506 - the C form of the safe loader
+
+
 def _parse(text: str, where: str) -> Any:
     if len(text) > _MAX_BYTES:
         raise CatalogueError(f"{where}: larger than {_MAX_BYTES} bytes; a catalogue is a few tens of kilobytes")

@@ -5,13 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from importlib import resources
 from typing import Annotated, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
+from gpunode.health.catalogue import shipped
 from gpunode.model.health import Action
 
 # The first driver branch whose IntrInfo has the newer layout.
@@ -84,13 +83,13 @@ class Details:
 @cache
 def link_tables() -> LinkTables:
     """The tables shipped with this package."""
-    return msgspec.convert(_data("nvlink.yaml"), LinkTables)
+    return msgspec.convert(shipped("nvlink.yaml"), LinkTables)
 
 
 @cache
 def sxid_classes() -> dict[int, SxidClass]:
     """Class by code, for the codes that are more than a note."""
-    table = msgspec.convert(_data("sxid.yaml"), dict[SxidClass, tuple[int, ...]])
+    table = msgspec.convert(shipped("sxid.yaml"), dict[SxidClass, tuple[int, ...]])
     return {code: kind for kind, codes in table.items() for code in codes}
 
 
@@ -185,7 +184,3 @@ def _kinds(index: int, word: int) -> set[str]:
     """Kinds of the bits that are set in one word; words 2, 6 and 7 carry no verdict."""
     named = {bit: row.kind for row in link_tables().nvlink4 if row.word == index for bit in row.bits}
     return {named.get(bit, "unknown") for bit in range(32) if word >> bit & 1}
-
-
-def _data(name: str) -> object:
-    return yaml.safe_load(resources.files("gpunode.health").joinpath("data", name).read_text("utf-8"))

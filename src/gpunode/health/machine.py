@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from gpunode.health import rules
+from gpunode.health import decode, rules
 from gpunode.health.catalogue import Catalogue, builtin_catalogue
 from gpunode.health.devices import DeviceMap
 from gpunode.health.policy import Policy
@@ -65,6 +65,8 @@ class HealthMachine:
     def __init__(self, catalogue: Catalogue | None = None, policy: Policy = Policy()) -> None:  # noqa: B008 - frozen
         self._catalogue = catalogue or builtin_catalogue()
         self._policy = policy
+        # Read now, so that the first link error does not have to wait for it.
+        decode.link_tables()
 
     def step(self, state: HealthState, signals: Iterable[Signal], devices: DeviceMap, now: Instant) -> Step:
         """Take in a batch of signals (possibly none: time alone can end a fault). Signals are in order of time."""

@@ -82,6 +82,10 @@ class Seen:
     worse: Raise | None = None
 
 
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
 def over(message: str, why: str) -> str:
     """The sentence that a fault is over, from the sentence that it began with."""
     head, end, _ = message.rpartition("): ")
@@ -98,7 +102,7 @@ def sentence(name: str, meaning: str, action: Action, extra: str = "", level: Le
 
     `extra` is text from outside (cut, and on one line); `level` where it is not the action's own.
     """
-    detail = f": {' '.join(extra.split())[:400]}" if extra else ""
+    detail = f": {_printable(extra)[:400]}" if extra else ""
     what_now = WHAT_NOW[action]
     if action is Action.RESET_GPU and level is Level.DEGRADED:
         what_now = "reset the GPU when it is free; until then it stays in use"
@@ -138,7 +142,8 @@ def _details(signal: XidSignal, devices: DeviceMap) -> decode.Details | None:
 def _effect(signal: XidSignal, entry: XidEntry, action: Action, device: str, extra: str = "") -> Raise | Seen:
     """The effect of an XID once its action is decided."""
     level = LEVEL_OF_ACTION[action]
-    message = sentence(f"XID {signal.code}", entry.meaning, action, extra)
+    about = ", ".join(part for part in (extra, _circumstances(signal)) if part)
+    message = sentence(f"XID {signal.code}", entry.meaning, action, about)
     kernel, nvml = (signal.count, 0) if signal.text else (0, signal.count)
     if level is Level.HEALTHY:
         place = _PLACE_13.search(signal.text[:256]) if signal.code == 13 else None
@@ -156,6 +161,14 @@ def _effect(signal: XidSignal, entry: XidEntry, action: Action, device: str, ext
         nvml,
         detailed=bool(signal.text),
     )
+
+
+def _circumstances(signal: XidSignal) -> str:
+    """What a person asks next: after which error, in which program."""
+    after = "" if signal.previous is None else f"after XID {signal.previous}"
+    name = signal.process[:64]
+    program = "" if signal.pid is None else f"in {name} (pid {signal.pid})" if name else f"in pid {signal.pid}"
+    return ", ".join(part for part in (after, program) if part)
 
 
 def verdict_effect(device: str, verdict: RecoveryAction) -> Raise | None:
