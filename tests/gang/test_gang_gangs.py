@@ -1,5 +1,7 @@
 """Which pods make a gang, and what makes a gang invalid."""
 
+from dataclasses import replace as with_fields
+
 import pytest
 from msgspec.structs import replace
 from scenario import CONFIG, NOW, places, reasons, scenario
@@ -92,7 +94,22 @@ def test_a_class_that_names_no_driver_is_ours_if_it_selects_our_devices() -> Non
 def test_an_ungated_pod_is_allocated_too() -> None:
     """Namespaces without the policy: the pod is waiting for its claim, not for a gate."""
     world = scenario("node n1\npod p gpus=1 ungated")
-    assert places(decide(world.snapshot(), NOW, CONFIG)) == {"p": ["n1"]}
+    actions = decide(world.snapshot(), NOW, CONFIG)
+    assert places(actions) == {"p": ["n1"]}
+    assert reasons(actions)["p"] == (
+        "Placed: 1 of 1 pods got devices but no pin to their node: "
+        "namespace default lacks the label gpunode.dev/gang-scheduling=enabled"
+    )
+    gated = with_fields(world.snapshot(), gang_namespaces=frozenset({"default"}))
+    assert reasons(decide(gated, NOW, CONFIG)) == {}
+
+
+@pytest.mark.parametrize("flag", ["foreign", "noclaim"])
+def test_a_surplus_member_that_is_not_ready_does_not_stop_a_gang_that_runs(flag: str) -> None:
+    text = f"node n1 rack=a\ngang g pods=1 bound=n1 topology=rack\npod g-1 gpus=1 group=g {flag}"
+    assert decide(scenario(text).snapshot(), NOW, CONFIG) == ()
+    both = decide(scenario(f"{text}\npod g-2 gpus=1 group=g").snapshot(), NOW, CONFIG)
+    assert places(both) == {"g": ["n1"]}
 
 
 def test_a_gated_gang_without_claims_is_placed_by_node_fit_alone() -> None:

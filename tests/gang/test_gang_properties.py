@@ -30,6 +30,9 @@ def _cluster(draw: st.DrawFn) -> str:
         words.append(draw(st.sampled_from(["", "", "alt=h100,a100", "model=a100"])))
         words.append(draw(st.sampled_from(["", "", "same=nvlinkDomain", "ungated"])))
         lines.append(" ".join(words))
+        if draw(st.booleans()):
+            flag = draw(st.sampled_from(["foreign", "noclaim", "ungated", "terminating", ""]))
+            lines.append(f"pod g{i}-9 gpus=1 group=g{i} {flag}")
     for _ in range(draw(st.integers(0, 2))):
         lines.append(f"taint n0/gpu-{draw(st.integers(0, 3))} xid=79")
     return "\n".join(lines)
@@ -201,4 +204,5 @@ def test_a_restart_after_any_write_converges(text: str, stop: int, lost: str) ->
         gated = [m for m in state.members if m.gated]
         assert not [c for m in gated for c in m.claims if c.status.allocation is not None]
         if not lost:
-            assert not gated or not state.placed
+            ready = [m for m in gated if not m.foreign_gates and not m.absent]
+            assert not ready or not state.placed or state.problem is not None

@@ -13,6 +13,7 @@ from gpunode.gang.gangs import GangState, Member, left_over
 from gpunode.gang.place import NoPlace, Placed, bundle, place_units, settled
 from gpunode.gang.settled import SURPLUS
 from gpunode.model.gang import Assignment, ClaimAllocation, Place, Reason, ReasonCode, Release
+from gpunode.model.names import GANG_NAMESPACE_LABEL, GANG_NAMESPACE_VALUE
 from gpunode.model.resource import Allocation
 
 
@@ -32,17 +33,17 @@ def admit(board: Board, state: GangState, now: datetime) -> Outcome:
     beyond minCount that have no place lose only their gate. What an unfinished placement left allocated is
     completed, or taken back where that is impossible.
     """
-    waiting = tuple(m for m in state.waiting if not m.foreign_gates)
-    if not state.waiting:
-        return Outcome()
-    obstacle = _obstacle(state)
+    needed = max(state.gang.min_count - state.gang.finished - len(state.placed), 0)
+    obstacle = _obstacle(state, needed) if state.waiting else None
     if obstacle is not None:
         return Outcome(reason=obstacle)
+    waiting = tuple(m for m in state.waiting if not m.foreign_gates and not m.absent)
+    if not waiting:
+        return Outcome()
     board.budget = MAX_GANG_TRIALS
     units = bundle(board, waiting)
     if isinstance(units, Failure):
         return Outcome(reason=reasons.refused(units))
-    needed = max(state.gang.min_count - state.gang.finished - len(state.placed), 0)
     # What a crash left allocated is kept and comes first.
     units = tuple(sorted(units, key=lambda u: not u.shape.within))
     fixed = settled(state.members, units)
@@ -55,19 +56,19 @@ def admit(board: Board, state: GangState, now: datetime) -> Outcome:
     if isinstance(placed, NoPlace):
         reason = _shortage(board, state, units, domains, placed)
         if not needed:
-            return _outcome(state, (), units, _surplus(state, reason), now)
+            return _outcome(board, state, (), units, _surplus(state, reason), now)
         claims = tuple(c.metadata.key for c in left_over(state))
         return Outcome(release=Release(state.gang.key, claims) if claims else None, reason=_lost(state, reason))
     left = _remaining(units, placed.puts)
     if not left:
-        return _outcome(state, placed.puts, (), None, now)
+        return _outcome(board, state, placed.puts, (), None, now)
     short = _shortage(board, state, left, domains, NoPlace(True))
     fresh = sum(len(put.unit.members) for put in placed.puts)
-    return _outcome(state, placed.puts, left, _surplus(state, short, fresh), now)
+    return _outcome(board, state, placed.puts, left, _surplus(state, short, fresh), now)
 
 
-def _obstacle(state: GangState) -> Reason | None:
-    """What keeps a gang from being considered at all."""
+def _obstacle(state: GangState, needed: int) -> Reason | None:
+    """What keeps a gang from being considered at all; a gang that runs is not kept by surplus members."""
     gang = state.gang
     if state.problem is not None:
         return state.problem
@@ -86,7 +87,7 @@ def _obstacle(state: GangState) -> Reason | None:
             text += f" ({len(state.terminating)} old pods are terminating)"
         return Reason(ReasonCode.WAITING_FOR_MEMBERS, text, {"have": have, "need": gang.min_count})
     absent = [m for m in state.waiting if m.absent]
-    if absent:
+    if absent and needed:
         text = (
             f"{len(absent)} of {len(state.members)} pods have no ResourceClaim yet, "
             f"first {absent[0].pod.metadata.name} for {absent[0].absent[0]}"
@@ -180,8 +181,9 @@ def _surplus(state: GangState, reason: Reason, fresh: int = 0) -> Reason:
 
 
 def _outcome(
-    state: GangState, puts: Sequence[Put], left: Sequence[Unit], reason: Reason | None, now: datetime
+    board: Board, state: GangState, puts: Sequence[Put], left: Sequence[Unit], reason: Reason | None, now: datetime
 ) -> Outcome:
+    namespaces = board.snapshot.gang_namespaces
     stragglers = tuple(m.key for u in left for m in u.members if m.gated)
     order = {m.key: n for n, m in enumerate(state.members)}
     assignments = tuple(sorted((a for p in puts for a in _assignments(p, now)), key=lambda a: order[a.pod]))
@@ -193,7 +195,19 @@ def _outcome(
         *(f"{a.pod} {uids[a.pod]} {a.node} {_devices(a)}" for a in assignments),
         *(f"{pod} {uids[pod]}" for pod in stragglers),
     )
+    loose = [m for m in state.waiting if not m.gated and any(a.pod == m.key for a in assignments)]
+    if reason is None and loose and state.gang.namespace not in namespaces:
+        reason = _unpinned(state, loose)
     return Outcome(place=Place(state.gang.key, decision, assignments, stragglers), reason=reason)
+
+
+def _unpinned(state: GangState, loose: Sequence[Member]) -> Reason:
+    """Pods that came without a gate cannot be pinned: kube-scheduler may drop their allocation and wait again."""
+    text = (
+        f"{len(loose)} of {len(state.members)} pods got devices but no pin to their node: namespace "
+        f"{state.gang.namespace} lacks the label {GANG_NAMESPACE_LABEL}={GANG_NAMESPACE_VALUE}"
+    )
+    return Reason(ReasonCode.PLACED, text, {"pods": len(loose)})
 
 
 def _assignments(put: Put, now: datetime) -> list[Assignment]:
