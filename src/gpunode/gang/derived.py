@@ -18,7 +18,7 @@ from gpunode.allocate.pools import NodeDevices, Pool, build_pool, devices_on
 from gpunode.gang.gangs import Owners, Ownership
 from gpunode.model.core import Pod
 from gpunode.model.gang import Config, Snapshot
-from gpunode.model.resource import DeviceClass, ResourceClaim
+from gpunode.model.resource import DeviceClass, DeviceTaintRule, ResourceClaim
 
 # Extended resource that stands for a device class by its name (k8s.io/api/resource/v1 ResourceDeviceClassPrefix).
 IMPLICIT_EXTENDED_RESOURCE: Final = "deviceclass.resource.kubernetes.io/"
@@ -120,11 +120,12 @@ class Derived:
         for name, slice_ in snapshot.slices.items():
             if slice_.spec.driver in config.drivers:
                 grouped.setdefault((slice_.spec.driver, slice_.spec.pool.name), []).append(name)
-        rules = [snapshot.taint_rules[name] for name in sorted(snapshot.taint_rules)]
+        rules = _rules_by_pool(snapshot)
         pools: dict[tuple[str, str], Pool] = {}
         for key in sorted(grouped):
             slices = [snapshot.slices[name] for name in sorted(grouped[key])]
-            pools[key] = self._pools.get(key, (*slices, None, *rules), lambda s=slices: build_pool(s, rules))  # type: ignore[misc]
+            ours = rules.get(key[1], rules[""])
+            pools[key] = self._pools.get(key, (*slices, None, *ours), lambda s=slices, r=ours: build_pool(s, r))  # type: ignore[misc]
         local: dict[str, list[Pool]] = {}
         shared: list[Pool] = []
         for pool in pools.values():
@@ -247,6 +248,23 @@ class Derived:
                 except SelectorError:
                     continue
         return False
+
+
+def _rules_by_pool(snapshot: Snapshot) -> dict[str, list[DeviceTaintRule]]:
+    """Rules that may concern a pool, by pool name, in order of name; "" for pools that no rule names.
+
+    So that a taint on one node's device does not touch what is known of the others.
+    """
+    ordered = [snapshot.taint_rules[name] for name in sorted(snapshot.taint_rules)]
+    named = {s.pool for r in ordered if (s := r.spec.device_selector) is not None and s.pool is not None}
+    table: dict[str, list[DeviceTaintRule]] = {name: [] for name in (*sorted(named), "")}
+    for rule in ordered:
+        selector = rule.spec.device_selector
+        if selector is None:
+            continue
+        for rules in [table[selector.pool]] if selector.pool is not None else table.values():
+            rules.append(rule)
+    return table
 
 
 def _class_names(claim: ResourceClaim) -> list[str]:
