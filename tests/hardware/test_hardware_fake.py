@@ -134,6 +134,18 @@ def test_restart_keeps_faults_and_log_and_reboot_ends_them(machine: FakeMachine,
     assert len(log_lines(rebooted)) == 1 <= before
 
 
+def test_restart_leaves_device_nodes_that_containers_use(machine: FakeMachine, tmp_path: Path) -> None:
+    node = machine.roots.dev / "nvidia-caps" / "nvidia-cap1"
+    node.parent.mkdir()
+    node.touch()
+    before = (machine.roots.dev / "nvidia0").stat().st_ino
+    FakeMachine.create(machine.state.board, "node-1", tmp_path)
+    assert node.exists()
+    assert (machine.roots.dev / "nvidia0").stat().st_ino == before
+    FakeMachine.create(load_board("hgx-h100"), "node-1", tmp_path)
+    assert not node.exists(), "another board is another machine"
+
+
 def test_driver_reload_voids_handles_and_changes_the_version(machine: FakeMachine) -> None:
     handle = machine.nvml.nvmlDeviceGetHandleByIndex(0)
     machine.inject(DriverGone())

@@ -1,8 +1,10 @@
 """Scanning again and again: a driver that comes late, goes and returns; GPUs lost, found, replaced; health polls."""
 
+from ctypes import byref
 from dataclasses import replace
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from gpunode.hardware.board import load_board
@@ -73,6 +75,19 @@ def test_a_lost_gpu_stays_known_and_domains_keep_their_name(machine: FakeMachine
     assert nvlink_domains(scan.inventory) == domains
     machine.inject(Recover(device=lowest.uuid))
     assert scanner.scan() == replace(scan, inventory=before, lost=())
+
+
+def test_a_change_of_the_mig_layout_is_found(machine: FakeMachine, scanner: Scanner) -> None:
+    before = known(scanner)
+    handle = machine.nvml.nvmlDeviceGetHandleByIndex(1)
+    machine.nvml.nvmlDeviceSetMigMode(handle, 1)
+    place = pynvml.c_nvmlGpuInstancePlacement_t(4, 4)
+    instance = machine.nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, 9, byref(place))
+    assert (known(scanner).gpus[1].mig_enabled, known(scanner).gpus[1].mig) == (True, ())
+    machine.nvml.nvmlGpuInstanceCreateComputeInstance(instance, 2)
+    (made,) = known(scanner).gpus[1].mig
+    assert (made.profile, made.placement_start, made.placement_size) == ("3g.40gb", 4, 4)
+    assert [g.mig for g in known(scanner).gpus if g.uuid != before.gpus[1].uuid] == [()] * 7
 
 
 def test_all_gpus_lost_are_all_reported(machine: FakeMachine, scanner: Scanner) -> None:

@@ -20,6 +20,7 @@ from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level
 from gpunode.model.quantity import parse
 from gpunode.model.resource import Device, ResourceSlice
 from gpunode.slices.changes import changes
+from gpunode.slices.describe import nvlink_domains
 from gpunode.slices.linter import lint
 from gpunode.slices.partitions import consumption, counter_set
 from gpunode.slices.planner import GpuMode, SliceConfig, plan
@@ -163,6 +164,18 @@ def test_a_partition_in_use_keeps_its_gpus_old_layout(h100: FakeMachine) -> None
     assert len(devices(after)) == 26 + 7
     released = plan(inventory, NodeHealth(), config("static"), served(after))
     assert sorted(devices(released)) == sorted(device_name(g.pci) for g in inventory.gpus)
+
+
+def test_domains_keep_their_name_while_a_gpu_is_divided(h100: FakeMachine) -> None:
+    before = discover(h100.nvml, h100.roots, NODE)
+    lowest = min(range(8), key=lambda i: before.gpus[i].uuid)
+    make_instance(h100, lowest, "1g.10gb", 6)
+    divided = discover(h100.nvml, h100.roots, NODE)
+    assert divided.gpus[lowest].nvlink_peers == frozenset()
+    assert nvlink_domains(divided) == nvlink_domains(before)
+    published = served(plan(before, NodeHealth(), config()))
+    todo = changes(plan(divided, NodeHealth(), config(), published), published)
+    assert len(todo.update) == 1, "only migEnabled of that GPU"
 
 
 def test_a_lost_gpu_with_a_partition_in_use_keeps_its_counters(h100: FakeMachine) -> None:

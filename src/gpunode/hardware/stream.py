@@ -29,6 +29,7 @@ class ThreadStream(Generic[T]):
         self._stopped = threading.Event()
         self._ended = False
         self._wake = asyncio.Event()
+        self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, args=(source,), name=name, daemon=True)
 
@@ -49,6 +50,7 @@ class ThreadStream(Generic[T]):
                 if self._items:
                     return self._items.popleft()
                 self._wake.clear()
+                self._woken = False
                 if self._ended:
                     raise StopAsyncIteration
             await self._wake.wait()
@@ -73,7 +75,7 @@ class ThreadStream(Generic[T]):
         finally:
             with self._lock:
                 self._ended = True
-            self._notify()
+                self._notify()
 
     def _put(self, item: T) -> None:
         with self._lock:
@@ -81,11 +83,13 @@ class ThreadStream(Generic[T]):
                 self._items.popleft()
                 self.dropped += 1
             self._items.append(item)
-        self._notify()
+            self._notify()
 
     def _notify(self) -> None:
-        if self._loop is None:
+        """Once until the reader has taken everything, so that a replay of many items does not flood the loop."""
+        if self._loop is None or self._woken:
             return
+        self._woken = True
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:

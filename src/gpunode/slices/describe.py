@@ -56,14 +56,17 @@ def nvlink_domains(inventory: Inventory) -> dict[str, str]:
     """NVLink domain by GPU UUID; a GPU whose fabric is not up yet is absent.
 
     With a fabric UUID the domain spans nodes. Without one it is named after the lowest GPU UUID of the connected
-    component, which no other node can have.
+    component, which no other node can have. A GPU in MIG mode has no peers, but counts as connected through its
+    switches: domains keep their names when MIG mode comes and goes with claims, and only whole GPUs show theirs.
     """
     settled = {g.uuid: g for g in inventory.gpus if g.fabric.state not in ("notStarted", "inProgress")}
     spanning = {g.uuid: f"{g.fabric.cluster_uuid}.{g.fabric.clique}" for g in settled.values() if g.fabric.cluster_uuid}
     local = {uuid: gpu for uuid, gpu in settled.items() if uuid not in spanning}
     neighbours: dict[str, set[str]] = {uuid: set() for uuid in local}
+    switched = {uuid for uuid, gpu in local.items() if any(link.active and link.peer == "switch" for link in gpu.links)}
     for uuid, gpu in local.items():
-        for peer in gpu.nvlink_peers & local.keys():
+        behind = switched if gpu.mig_enabled and uuid in switched else frozenset()
+        for peer in (gpu.nvlink_peers | behind) & local.keys():
             neighbours[uuid].add(peer)
             neighbours[peer].add(uuid)
     named: dict[str, str] = {}

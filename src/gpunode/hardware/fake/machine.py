@@ -38,7 +38,8 @@ class FakeMachine:
         state, booted = load_state(board, node, base / "machine.json", boot_id or None)
         if booted and kmsg is None:
             roots.kmsg.unlink(missing_ok=True)
-        tree.build(state, roots)
+        if booted or not roots.dev.is_dir():  # otherwise containers may be using the device nodes
+            tree.build(state, roots)
         state.capabilities = partial(tree.write_capabilities, state, roots)
         if booted:
             version = state.saved.driver_version

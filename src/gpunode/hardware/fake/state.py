@@ -1,5 +1,6 @@
 """All that changes on a fake machine, in one explicit object, with the part that outlives the process."""
 
+import hashlib
 import threading
 import uuid
 from collections import deque
@@ -11,7 +12,7 @@ import msgspec
 import pynvml
 
 from gpunode.hardware.board import Board, BoardMigProfile
-from gpunode.hardware.sysfs import parse_pci
+from gpunode.hardware.sysfs import parse_pci, read_small
 from gpunode.model.hardware import PciAddress, device_name
 
 _NAMESPACE = uuid.UUID("6b1f7f4e-0c9c-5d0e-9d43-0d8f6c5f9a11")
@@ -46,11 +47,12 @@ class GpuSaved(msgspec.Struct, kw_only=True):
 
 
 class MachineSaved(msgspec.Struct, kw_only=True):
-    """Content of machine.json beside the fake's trees."""
+    """Content of machine.json beside the fake's trees. board: digest of the profile. host_boot: the real boot id."""
 
     board: str
     node: str
     boot_id: str
+    host_boot: str
     driver_version: str
     driver_loaded: bool = True
     gpus: list[GpuSaved] = []
@@ -150,16 +152,25 @@ class FakeState:
 
 
 def load_state(board: Board, node: str, file: Path, boot_id: str | None) -> tuple[FakeState, bool]:
-    """The state in `file` when it is of this board, node and boot, else a fresh one (then True: the node booted)."""
+    """The state in `file` when it is of this board, node and boot, else a fresh one (then True: the node booted).
+
+    The fake boots when it is told another boot id than before, and with the machine that it runs on.
+    """
+    digest = hashlib.sha256(msgspec.json.encode(board)).hexdigest()[:16]
+    host = read_small(Path("/proc/sys/kernel/random/boot_id"))
     saved = _read(file)
-    same = saved is not None and (saved.board, saved.node, len(saved.gpus)) == (board.name, node, len(board.gpus))
-    if saved is None or not same or boot_id not in (None, saved.boot_id):
-        fresh = [_fresh(board, i) for i in range(len(board.gpus))]
-        boot = boot_id or str(uuid.uuid4())
-        saved = MachineSaved(board=board.name, node=node, boot_id=boot, driver_version=board.driver_version, gpus=fresh)
-        state, booted = _state(board, node, saved, file), True
-    else:
-        state, booted = _state(board, node, saved, file), False
+    same = saved is not None and (saved.board, saved.node, saved.host_boot) == (digest, node, host)
+    booted = saved is None or not same or boot_id not in (None, saved.boot_id)
+    if saved is None or booted:
+        saved = MachineSaved(
+            board=digest,
+            node=node,
+            boot_id=boot_id or str(uuid.uuid4()),
+            host_boot=host,
+            driver_version=board.driver_version,
+            gpus=[_fresh(board, i) for i in range(len(board.gpus))],
+        )
+    state = _state(board, node, saved, file)
     state.save()
     return state, booted
 
