@@ -139,6 +139,7 @@ def _homogeneous_and_in_one_domain(snapshot: Snapshot) -> None:
             for c in m.claims
             if c.status.allocation
             for r in c.status.allocation.devices.results
+            if "/" in r.request
         }
         assert len(requests) <= 1
         if state.gang.topology:
