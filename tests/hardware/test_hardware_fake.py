@@ -174,8 +174,7 @@ def test_faults_are_read_strictly() -> None:
 
 async def test_event_watch_tells_xids_and_loss_once_and_goes_on(machine: FakeMachine) -> None:
     async with events.watch(machine.nvml) as stream:
-        while not machine.state.event_sets or len(next(iter(machine.state.event_sets.values())).masks) < 8:
-            await asyncio.sleep(0.01)
+        await _watching(machine, set(range(8)))
         machine.inject(Xid(device=FIRST, code=13, gi=2, ci=0))
         machine.inject(Xid(device=FIRST, code=79))
         seen = [await asyncio.wait_for(anext(stream), 5) for _ in range(3)]
@@ -185,7 +184,23 @@ async def test_event_watch_tells_xids_and_loss_once_and_goes_on(machine: FakeMac
             ("lost", 0, None, None),
         ]
         assert {str(e.pci) for e in seen} == {"0000:07:00.0"}
-        while not any(e.masks.keys() == set(range(1, 8)) for e in list(machine.state.event_sets.values())):
-            await asyncio.sleep(0.01)
+        await _watching(machine, set(range(1, 8)))
         machine.inject(Xid(device="3", code=31))
         assert (await asyncio.wait_for(anext(stream), 5)).code == 31
+
+
+async def test_event_watch_survives_a_driver_reload(machine: FakeMachine) -> None:
+    async with events.watch(machine.nvml) as stream:
+        await _watching(machine, set(range(8)))
+        machine.inject(DriverGone())
+        machine.inject(DriverReload())
+        machine.nvml.nvmlInit()
+        await _watching(machine, set(range(8)))
+        machine.inject(Xid(device="2", code=94))
+        assert (await asyncio.wait_for(anext(stream), 5)).code == 94
+
+
+async def _watching(machine: FakeMachine, gpus: set[int]) -> None:
+    async with asyncio.timeout(10):
+        while not any(set(e.masks) == gpus for e in list(machine.state.event_sets.values())):
+            await asyncio.sleep(0.01)

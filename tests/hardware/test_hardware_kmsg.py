@@ -56,6 +56,17 @@ async def test_replayed_records_are_left_out(tmp_path: Path) -> None:
     log.write_text("3,4,1,-;old\n3,5,2,-;new\n")
     async with kmsg.follow(log, after=4) as stream:
         assert await take(stream, 1) == ["new"]
+        log.unlink()
+        await asyncio.sleep(0.3)
+        log.write_text("3,0,1,-;of the next boot\n")
+        assert await take(stream, 1) == ["of the next boot"]
+
+
+async def test_many_waiting_records_are_all_read(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("".join(f"3,{i},1,-;{i}\n" for i in range(20_000)))
+    async with kmsg.follow(log, limit=50_000) as stream:
+        assert await take(stream, 20_000) == [str(i) for i in range(20_000)]
 
 
 async def test_a_log_that_begins_anew_is_read_from_its_start(tmp_path: Path) -> None:

@@ -128,5 +128,8 @@ def _follow_file(path: Path, put: Put[KernelRecord], stopped: threading.Event, a
 
 
 def _same(path: Path, inode: int, offset: int) -> bool:
-    now = path.stat()
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return False
     return now.st_ino == inode and now.st_size >= offset
