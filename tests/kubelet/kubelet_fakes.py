@@ -102,7 +102,7 @@ def make_engine(
         devices=devices,
         checkpoint=CheckpointFile(paths.checkpoint(DRIVER)),
         cdi=more.pop("cdi", None) or CdiStore(paths.cdi, DRIVER),
-        lock=NodeLock(paths.lock(DRIVER), timeout_s=5),
+        lock=more.pop("lock", None) or NodeLock(paths.lock(DRIVER), timeout_s=5),
         **more,
     )
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import subprocess
+import sys
 import threading
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +29,9 @@ from kubelet_fakes import (
 from gpunode.kubelet.checkpoint import Entry
 from gpunode.kubelet.effects import Effects
 from gpunode.kubelet.errors import ClaimError, ErrorKind
+from gpunode.kubelet.files import NodeLock
+from gpunode.model.errors import HardwareError
+from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
 SHARES = [f"0f0f0f0f-000{n}-4000-8000-000000000000" for n in range(3)]
@@ -256,6 +261,87 @@ async def test_an_abandoned_call_still_ends_in_order(node: Machine) -> None:
     await later
     assert set(node.check()) == {one.metadata.uid, two.metadata.uid}
     engine.close()
+
+
+async def test_a_drivers_surprise_is_its_own_claims_error(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a HardwareError: a bug, or an errno of the driver that must not pass for one of our own files."""
+    part, whole = claim(1, PARTITIONS[0]), claim(2, GPUS[0])
+
+    def surprise(_device: str) -> None:
+        raise OSError("No data available")
+
+    monkeypatch.setattr(node.partitioner, "create", surprise)
+    answer = prepare(node, part, whole)
+    assert "No data available" in fails(answer[0], ErrorKind.HARDWARE)
+    assert isinstance(answer[1], Entry)
+    assert set(node.check()) == {whole.metadata.uid}
+
+
+async def test_a_rebuild_that_hardware_refuses_is_tried_again(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = claim(1, PARTITIONS[0])
+
+    async def allocated() -> list[ResourceClaim]:
+        return [one]
+
+    engine = make_engine(
+        node.tmp, FakeApi(one), devices=node.devices, allocated=allocated, partitioner=node.partitioner,
+        notify=node.notices.append,
+    )  # fmt: skip
+    await engine.prepare([ref(one)])
+    before = node.check()
+    damage(node)
+    await engine.recover()
+
+    def surprise() -> None:
+        raise HardwareError("GPU is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.partitioner, "existing", surprise)
+        await engine.adopt_lost()
+        assert await engine.entries() == {} and (await engine.recover()).lost
+    await engine.adopt_lost()
+    assert node.check() == before
+
+
+async def test_an_agent_that_fails_at_being_told_fails_no_claim(node: Machine) -> None:
+    one = claim(1, GPUS[0])
+
+    def deaf(_told: object) -> None:
+        raise RuntimeError("deaf")
+
+    engine = make_engine(node.tmp, FakeApi(one), notify=deaf, changed=deaf)
+    node.paths.checkpoint(DRIVER).write_bytes(b"broken")
+    assert not isinstance((await engine.prepare([ref(one)]))[one.metadata.uid], ClaimError)
+
+
+async def test_devices_that_cannot_be_told_fail_the_call_and_not_the_plugin(node: Machine) -> None:
+    one = claim(1, GPUS[0])
+    broken = [True]
+
+    def devices() -> dict[str, DeviceNodes]:
+        if broken[0]:
+            raise RuntimeError("inventory")
+        return node.devices()
+
+    engine = make_engine(node.tmp, FakeApi(one), devices=devices)
+    fails((await engine.prepare([ref(one)]))[one.metadata.uid], ErrorKind.INTERNAL)
+    broken[0] = False
+    assert not isinstance((await engine.prepare([ref(one)]))[one.metadata.uid], ClaimError)
+
+
+async def test_a_lock_that_another_process_keeps_is_waited_for_and_then_told(node: Machine) -> None:
+    one = claim(1, GPUS[0])
+    engine = make_engine(node.tmp, FakeApi(one), lock=NodeLock(node.paths.lock(DRIVER), timeout_s=0.05))
+    script = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(node.paths.lock(DRIVER))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdin and other.stdout and other.stdout.readline()
+        message = fails((await engine.prepare([ref(one)]))[one.metadata.uid], ErrorKind.BUSY)
+        assert "second plugin instance" in message
+        other.kill()
+    assert not isinstance((await engine.prepare([ref(one)]))[one.metadata.uid], ClaimError)
 
 
 async def test_a_disk_that_refuses_is_an_error_and_not_a_crash(tmp_path: Path) -> None:

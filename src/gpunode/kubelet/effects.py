@@ -4,7 +4,9 @@ Whole GPUs used as they are need nothing here. Partitions are made and removed, 
 be called again after a kill, so an interrupted preparation is finished by doing it again and rolled back by undoing it.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -15,6 +17,8 @@ from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.seams import Partitioner, SharingControl, Steps, no_step
 from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
+
+logger = logging.getLogger(__name__)
 
 
 def needed(entry: Entry) -> bool:
@@ -53,10 +57,8 @@ class Effects:
         wanted = {d.device for d in entry.devices if _partition(d) and d.nodes.parent}
         if not wanted or self.partitioner is None:
             return not wanted
-        try:
+        with _told(entry, tuple(sorted(wanted)), "listing partitions"):
             return wanted <= self.partitioner.existing()
-        except HardwareError as error:
-            raise _failed(entry, tuple(sorted(wanted)), "listing partitions", error) from error
 
     def apply(self, entry: Entry) -> Entry:
         """Do what the entry needs; returns it completed, with what its containers get.
@@ -67,18 +69,14 @@ class Effects:
         for held in entry.devices:
             if _partition(held) and self.partitioner is not None:
                 self.step(f"create {held.device}")
-                try:
+                with _told(entry, (held.device,), f"making partition {held.device}"):
                     made = self.partitioner.create(held.device)
-                except HardwareError as error:
-                    raise _failed(entry, (held.device,), f"making partition {held.device}", error) from error
                 nodes[held.device] = replace(made, parent=held.nodes.parent, dynamic=True)
         for sharing, group in _by_sharing(entry, nodes).items():
             if self.sharing is not None:
                 self.step(f"share {','.join(group)}")
-                try:
+                with _told(entry, tuple(group), "setting up sharing"):
                     nodes |= self.sharing.apply(entry.uid, sharing, group)
-                except HardwareError as error:
-                    raise _failed(entry, tuple(group), "setting up sharing", error) from error
         devices = tuple(replace(d, nodes=nodes[d.device]) for d in entry.devices)
         return replace(entry, state=State.COMPLETED, devices=devices)
 
@@ -89,17 +87,13 @@ class Effects:
         for sharing, group in _by_sharing(entry, nodes).items():
             if self.sharing is not None:
                 self.step(f"unshare {','.join(group)}")
-                try:
+                with _told(entry, tuple(group), "resetting sharing"):
                     self.sharing.reset(entry.uid, sharing, group)
-                except HardwareError as error:
-                    raise _failed(entry, tuple(group), "resetting sharing", error) from error
         for held in entry.devices:
             if _partition(held) and held.device in nodes and self.partitioner is not None:
                 self.step(f"remove {held.device}")
-                try:
+                with _told(entry, (held.device,), f"removing partition {held.device}"):
                     self.partitioner.remove(held.device)
-                except HardwareError as error:
-                    raise _failed(entry, (held.device,), f"removing partition {held.device}", error) from error
 
     def remove_strays(self, entries: Iterable[Entry]) -> Iterator[str]:
         """Undo, one by one, what no entry owns: half-made partitions, or what a lost entry left; yields device names.
@@ -127,5 +121,13 @@ def _by_sharing(entry: Entry, nodes: Mapping[str, DeviceNodes]) -> dict[Sharing,
     return groups
 
 
-def _failed(entry: Entry, devices: tuple[str, ...], doing: str, error: HardwareError) -> ClaimError:
-    return ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error}", devices)
+@contextmanager
+def _told(entry: Entry, devices: tuple[str, ...], doing: str) -> Iterator[None]:
+    """Whatever a hardware seam raises, as this claim's error: a driver's surprise must not fail other claims."""
+    try:
+        yield
+    except HardwareError as error:
+        raise ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error}", devices) from error
+    except Exception as error:
+        logger.exception("claim %s: %s failed", entry.key, doing)
+        raise ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error!r}", devices) from error

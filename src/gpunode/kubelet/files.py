@@ -55,7 +55,7 @@ class NodeLock:
     Two plugin instances run side by side during a rolling update, and the kubelet may call either.
     """
 
-    def __init__(self, path: Path, timeout_s: float = 30.0) -> None:
+    def __init__(self, path: Path, timeout_s: float = 20.0) -> None:
         self._path = path
         self._timeout_s = timeout_s
 

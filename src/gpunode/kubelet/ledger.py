@@ -3,7 +3,7 @@
 A claim that needs hardware changed is written as `started`, then changed, then written as `completed`; releasing it
 runs the other way. A claim that only hands out what is there is written once. CDI files are written last and removed
 first thing after the book, which is enough because they follow from it. After a kill the kubelet asks again, and
-`recover` runs before anything else: what is `started` then was never handed out and is undone.
+`repair` runs before anything else: what is `started` then was never handed out and is undone.
 
 Everything here blocks; `gpunode.kubelet.prepare` runs it in one thread and reads claims before.
 """
@@ -21,7 +21,6 @@ from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.resolve import ClaimRef, Node, conflict, resolve, results_of, same_devices
 from gpunode.kubelet.seams import Notice, Notify
-from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
@@ -126,12 +125,13 @@ class Ledger:
         """Bring back lost entries from live claims; returns their UIDs. Raises OSError, TimeoutError.
 
         Claims without a device of this node are skipped.
-        Sharing is set again, partitions that exist are adopted; a claim whose partition is gone is left out.
+        Sharing is set again, partitions that exist are adopted; a claim whose partition is gone is left out. Where the
+        hardware refuses, the loss stays on record and the next call tries again.
         """
         with self.lock.held():
             loaded, entries = self._load()
             devices = self.devices()
-            back = []
+            back, again = [], False
             # Where two claims were given one device, the one with a CDI file was prepared and may be running.
             for claim in sorted(claims, key=self._likely_running):
                 meta = claim.metadata
@@ -147,12 +147,14 @@ class Ledger:
                     entries[entry.uid] = self.effects.apply(_with_watched_partitions(entry, entries.values()))
                 except ClaimError as error:
                     logger.warning("cannot bring back a lost claim: %s", error)
+                    again = again or error.kind is ErrorKind.HARDWARE
                     continue
                 back.append(entry.uid)
             if back or loaded.lost:
-                self.checkpoint.save(entries)
-            self._reconcile_files(entries, lost=False)
-            self._remove_strays(entries)
+                self.checkpoint.save(entries, lost=again)
+            self._reconcile_files(entries, lost=again)
+            if not again:
+                self._remove_strays(entries)
             return back, entries
 
     def load(self) -> Loaded:
@@ -256,7 +258,7 @@ class Ledger:
         try:
             for device in self.effects.remove_strays(entries.values()):
                 removed.append(device)
-        except HardwareError as error:
+        except Exception as error:  # a driver's surprise must not end the repair
             self.notify(Notice("HardwareUnrepaired", f"cannot undo what no claim on this node owns: {error}"))
         return tuple(removed)
 

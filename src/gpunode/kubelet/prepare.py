@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 MAX_CLAIMS_PER_CALL: Final = 1024
 _READS_AT_ONCE: Final = 16
+_MAX_NOTICES: Final = 256
 _REMEMBER_ASKED_S: Final = 300.0
 _READ_TIMEOUT_S: Final = 20.0  # the kubelet gives up on a call after 45 s
 
@@ -53,8 +55,8 @@ class PrepareEngine:
     """Prepares and releases claims of one driver on one node.
 
     allocated: read to rebuild a damaged checkpoint; until that worked nothing is prepared. Without it damage is
-    reported and the node goes on. notify: told what a person should know, from the engine's thread or the loop's.
-    changed: told the entries after every call, on the event loop.
+    reported and the node goes on. notify: told what a person should know. changed: told the entries after every call.
+    Both are called on the event loop.
 
     One call at a time touches the book, in a thread of its own, so a call that the kubelet abandons still ends in
     order and keeps the lock until it has.
@@ -80,7 +82,9 @@ class PrepareEngine:
         step: Steps = no_step,
     ) -> None:
         effects = Effects(partitioner, sharing, step)
-        self.ledger = Ledger(node, devices, checkpoint, cdi, lock, effects, notify)
+        self._notices: deque[Notice] = deque(maxlen=_MAX_NOTICES)
+        self._notify = notify
+        self.ledger = Ledger(node, devices, checkpoint, cdi, lock, effects, self._notices.append)
         self._claims = claims
         self._allocated = allocated
         self._changed = changed
@@ -115,7 +119,7 @@ class PrepareEngine:
             return ClaimError(ErrorKind.API, message)
         back, entries = await self.run(lambda: self.ledger.adopt(claims))
         message = f"the checkpoint was damaged; {len(back)} claims were brought back from the API server"
-        self.ledger.notify(Notice("CheckpointRebuilt", message))
+        self._tell(Notice("CheckpointRebuilt", message))
         self.report(entries)
         return None
 
@@ -131,8 +135,8 @@ class PrepareEngine:
         try:
             asked = await self._read_all(refs)
             outcome = await self._prepare(asked)
-        except OSError as error:
-            outcome = {ref.uid: _storage(error) for ref in refs}
+        except Exception as error:
+            outcome = {ref.uid: _failed(error) for ref in refs}
         for uid, result in outcome.items():
             answer[uid] = result if isinstance(result, ClaimError) else prepared(result)
             self._judge(uid, result)
@@ -157,8 +161,8 @@ class PrepareEngine:
         try:
             answer, entries = await self.run(lambda: self.ledger.unprepare(refs))
             self.report(entries)
-        except OSError as failure:
-            answer = {ref.uid: _storage(failure) for ref in refs}
+        except Exception as failure:
+            answer = {ref.uid: _failed(failure) for ref in refs}
         for uid, error in answer.items():
             if error is not None:
                 self._judge(uid, error)
@@ -185,8 +189,18 @@ class PrepareEngine:
         return (await self.run(self.ledger.load)).entries
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run a method of the ledger in its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Run a method of the ledger in its thread, then pass on what it had to tell."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            while self._notices:
+                self._tell(self._notices.popleft())
+
+    def _tell(self, notice: Notice) -> None:
+        try:
+            self._notify(notice)
+        except Exception:  # the callback belongs to the agent; the kubelet still gets its answer
+            logger.exception("telling the agent about %s failed", notice.reason)
 
     def report(self, entries: Entries) -> None:
         """Tell metrics and the agent what the node holds."""
@@ -248,6 +262,10 @@ def prepared(entry: Entry) -> Prepared:
     )
 
 
-def _storage(error: OSError) -> ClaimError:
+def _failed(error: Exception) -> ClaimError:
+    """A whole call that failed, told to each of its claims; the kubelet tries again."""
+    if not isinstance(error, OSError):
+        logger.error("a call of the kubelet failed", exc_info=error)
+        return ClaimError(ErrorKind.INTERNAL, f"the plugin failed: {error!r}")
     kind = ErrorKind.BUSY if isinstance(error, TimeoutError) else ErrorKind.STORAGE
     return ClaimError(kind, f"cannot use the plugin's own files: {error}")
