@@ -11,6 +11,7 @@ from gpunode.allocate.ask import Failure
 from gpunode.gang.board import MAX_GANG_TRIALS, Board
 from gpunode.gang.decide import decide
 from gpunode.gang.derived import Derived
+from gpunode.gang.explain import explain
 from gpunode.gang.gangs import find_gangs
 from gpunode.gang.place import NoPlace, Placed, bundle, place_units
 from gpunode.model.core import PodResourceClaim
@@ -235,6 +236,12 @@ def test_what_a_crash_left_is_taken_back_where_the_gang_cannot_be_completed_arou
     actions = decide(_half_allocated(text).snapshot(), NOW, CONFIG)
     assert Release("podgroup/default/g", ("default/g-1-gpu",)) in actions
     assert places(actions) == {}
+
+
+def test_a_gang_whose_allocations_are_taken_back_is_explained() -> None:
+    world = _half_allocated("node n1\nnode n2\nnode n3\ntaint n1/gpu-0 xid=79\ngang g pods=8,8")
+    reason = explain(world.snapshot(), "podgroup/default/g", NOW, CONFIG)
+    assert reason.text == "1 allocations of an interrupted placement are taken back, then it is placed anew"
 
 
 def test_nothing_is_taken_back_from_pods_without_our_gate() -> None:

@@ -5,7 +5,7 @@ from datetime import datetime
 from gpunode.gang.decide import decide
 from gpunode.gang.settled import placed_reason
 from gpunode.model.core import Pod
-from gpunode.model.gang import Config, Evict, Place, Reason, ReasonCode, Report, Snapshot
+from gpunode.model.gang import Config, Evict, Place, Reason, ReasonCode, Release, Report, Snapshot
 
 
 def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) -> Reason:
@@ -21,6 +21,11 @@ def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) ->
             text = f"fits now: {'1 pod goes' if count == 1 else f'{count} pods go'} to {', '.join(nodes[:4])}"
             text += f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else ""
             return Reason(ReasonCode.PLACED, text, {"pods": count, "nodes": len(nodes)})
+        if isinstance(action, Release) and action.gang == gang_key:
+            text = (
+                f"{len(action.claims)} allocations of an interrupted placement are taken back, then it is placed anew"
+            )
+            return Reason(ReasonCode.WAITING_FOR_RELEASE, text, {"claims": len(action.claims)})
     return _settled(snapshot, gang_key)
 
 
