@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from kubelet_fakes import gpu_nodes, uid
 
-from gpunode.kubelet.checkpoint import QUARANTINED, CheckpointFile, Entry, HeldDevice, State
+from gpunode.kubelet.checkpoint import QUARANTINED, CheckpointFile, Entry, HeldDevice, Loaded, State
 from gpunode.kubelet.config import Interval, Mps, TimeSlicing
 from gpunode.model.injection import DeviceNode, DeviceNodes, Mount
 
@@ -75,6 +75,16 @@ def test_one_bad_entry_costs_its_own_claim_only(tmp_path: Path) -> None:
     (problem,) = loaded.problems
     assert uid(1) in problem and "state" in problem
     assert file.load().problems == ()
+
+
+def test_a_look_changes_nothing(tmp_path: Path) -> None:
+    file = CheckpointFile(tmp_path / "checkpoint.json")
+    assert file.peek() == Loaded()
+    file.save({uid(1): entry(1)})
+    assert file.peek() == file.load()
+    (tmp_path / "checkpoint.json").write_bytes(b"broken")
+    assert file.peek().lost and "damaged" in file.peek().problems[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.json"]
 
 
 def test_files_set_aside_do_not_pile_up(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class NodeMachine(RuleBasedStateMachine):
         return {c.metadata.uid: c for c in self.api.claims.values()}
 
     def entries(self) -> dict[str, Entry]:
-        return CheckpointFile(self.machine.paths.checkpoint(DRIVER)).load().entries
+        return CheckpointFile(self.machine.paths.checkpoint(DRIVER)).peek().entries
 
     def pick(self, data: Any, claims: list[ResourceClaim]) -> ResourceClaim:
         return data.draw(st.sampled_from(sorted(claims, key=lambda c: c.metadata.uid)))

@@ -8,7 +8,7 @@ and no other. Unknown fields are skipped, so that a newer file can be read by an
 
 import hashlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -100,36 +100,32 @@ class CheckpointFile:
         self._path = path
         self._step = step
 
+    def peek(self) -> Loaded:
+        """What the file says, changing nothing; for whoever only looks. Raises OSError."""
+        raw = self._bytes()
+        return Loaded() if raw is None else decode(raw, str(self._path))
+
     def load(self) -> Loaded:
-        """Read the file; damage sets it aside as `<name>.damaged-<n>` and is reported, never raised.
+        """Read the file; damage is kept aside as `<name>.damaged-<n>`, repaired and reported, never raised.
 
         Raises OSError only where the disk itself refuses.
         """
+        raw = self._bytes()
+        if raw is None:
+            return Loaded()
+        loaded = decode(raw, str(self._path))
+        if not loaded.problems:
+            return loaded
+        aside = self._keep_copy(raw)
+        self.save(loaded.entries, lost=True)
+        return replace(loaded, problems=tuple(f"{problem}; kept as {aside.name}" for problem in loaded.problems))
+
+    def _bytes(self) -> bytes | None:
         try:
             with self._path.open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
+                return file.read(MAX_BYTES + 1)
         except FileNotFoundError:
-            return Loaded()
-        try:
-            body = _verified(raw)
-        except ValueError as error:
-            aside = self._keep_copy(raw)
-            self.save({}, lost=True)
-            return Loaded({}, (f"checkpoint {self._path} is damaged ({error}); kept as {aside.name}",), lost=True)
-        entries: Entries = {}
-        problems = []
-        for uid, item in body.claims.items():
-            try:
-                entry = msgspec.json.decode(item, type=Entry)
-                if entry.uid != uid:
-                    raise ValueError(f"entry says it is claim {entry.uid!r}")
-                entries[uid] = entry
-            except (ValueError, RecursionError) as error:
-                problems.append(f"checkpoint {self._path}: entry of claim {uid[:64]!r} is unreadable: {error}")
-        if problems:
-            self._keep_copy(raw)
-            self.save(entries, lost=True)
-        return Loaded(entries, tuple(problems), lost=body.lost or bool(problems))
+            return None
 
     def save(self, entries: Entries, *, lost: bool = False) -> None:
         """Replace the file durably. Raises OSError."""
@@ -144,6 +140,25 @@ class CheckpointFile:
         target = free if free is not None else min(names, key=lambda n: n.stat().st_mtime_ns)
         write_atomic(target, raw, durable=False)
         return target
+
+
+def decode(raw: bytes, where: str) -> Loaded:
+    """Entries of a checkpoint file's bytes, as far as they can be read. `where` names the file in problems. Pure."""
+    try:
+        body = _verified(raw)
+    except ValueError as error:
+        return Loaded({}, (f"checkpoint {where} is damaged: {error}",), lost=True)
+    entries: Entries = {}
+    problems = []
+    for uid, item in body.claims.items():
+        try:
+            entry = msgspec.json.decode(item, type=Entry)
+            if entry.uid != uid:
+                raise ValueError(f"entry says it is claim {entry.uid[:64]!r}")
+            entries[uid] = entry
+        except (ValueError, RecursionError) as error:
+            problems.append(f"checkpoint {where}: entry of claim {uid[:64]!r} is unreadable: {error}")
+    return Loaded(entries, tuple(problems), lost=body.lost or bool(problems))
 
 
 def _verified(raw: bytes) -> _Body:
