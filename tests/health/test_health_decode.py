@@ -49,7 +49,7 @@ def test_every_row_for_both_driver_layouts(row: list[str]) -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if len(row) > 6], ids=lambda row: "-".join(row[:5]))
 def test_promotion(row: list[str]) -> None:
     xid, unit, _, _, status, _, old, new, action = row
-    for branch, info in ((570, old), (580, new)):
+    for branch, info in ((570, old), (574, old), (575, new), (580, new), (None, old), (None, new)):
         details = nvlink5(int(xid), words(unit, info, status), branch)
         assert details is not None and details.action is WANT[action]
 

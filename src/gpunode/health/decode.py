@@ -144,8 +144,8 @@ def _by_status(rows: Iterable[LinkRow], status: int) -> list[LinkRow]:
 
 
 def _action(row: LinkRow, info: int, branch: int | None) -> Action:
-    bit = 7 if (branch or _NEW_LAYOUT) >= _NEW_LAYOUT else 10
-    if row.promoted is not None and info >> bit & 1:
+    bits = 1 << 7 | 1 << 10 if branch is None else 1 << (7 if branch >= _NEW_LAYOUT else 10)
+    if row.promoted is not None and info & bits:
         return _CHOICE[row.promoted]
     return _CHOICE[row.action]
 
