@@ -27,6 +27,7 @@ from gpunode.model.gang import (
     Place,
     Reason,
     ReasonCode,
+    Release,
     Report,
     Resume,
 )
@@ -75,6 +76,8 @@ class Committer:
                 await self._evict(action)
             case Resume():
                 await self._resume(action)
+            case Release():
+                await self._take_back(action)
             case Report():
                 if self._lasts(action):
                     await self._report(action.gang, action.reason)
@@ -127,6 +130,11 @@ class Committer:
                 claim = self._seen(await self._api.patch(CLAIMS.path_of(one.claim), add_finalizer))
             body = patches.allocate(claim.metadata.resource_version, one.allocation, consumers)
             return self._seen(await self._api.patch(CLAIMS.path_of(one.claim, "status"), body))
+
+    async def _take_back(self, release: Release) -> None:
+        claims = [self._world.caches.claims.items[key] for key in release.claims]
+        logger.warning("gang %s: taking back %d allocations it cannot use", release.gang, len(claims))
+        await asyncio.gather(*(self._undo(claim) for claim in claims))
 
     async def _undo(self, claim: ResourceClaim) -> None:
         body = patches.deallocate(claim.metadata.resource_version)

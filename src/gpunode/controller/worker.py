@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import BinaryIO
 
 from gpunode.controller.world import Change, apply_changes
-from gpunode.gang.decide import decide
+from gpunode.gang.decide import Decider
 from gpunode.model.gang import Action, Config, Snapshot
 
 _HEADER = struct.Struct("!I")
@@ -97,7 +97,7 @@ async def _ask(process: asyncio.subprocess.Process, question: Question) -> Answe
 
 def serve(stdin: BinaryIO, stdout: BinaryIO) -> None:
     """The worker's loop: until end of input."""
-    snapshot = Snapshot()
+    snapshot, decider = Snapshot(), Decider()
     while header := stdin.read(_HEADER.size):
         (size,) = _HEADER.unpack(header)
         data = stdin.read(size)
@@ -106,7 +106,7 @@ def serve(stdin: BinaryIO, stdout: BinaryIO) -> None:
         question = pickle.loads(data)  # noqa: S301 - our own parent
         snapshot = apply_changes(snapshot, question.changes)
         try:
-            answer = Answer(decide(snapshot, question.now, question.config))
+            answer = Answer(decider.decide(snapshot, question.now, question.config))
         except Exception:  # a bug must reach the parent's log, not end the worker silently
             import traceback
 

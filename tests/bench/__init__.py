@@ -1,0 +1,1 @@
+"""`make bench`: what is measured and how; see measure.py."""

@@ -1,0 +1,1 @@
+"""`make soak`: the large counts, whole."""
