@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -23,13 +24,13 @@ from gpunode.cluster.paths import cache_root
 from gpunode.hardware.board import Board, board_names, load_board
 from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine
-from gpunode.model.hardware import Inventory, device_name, mig_device_name
+from gpunode.model.hardware import Inventory, MigProfile, device_name, mig_device_name
 from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level, NodeHealth
 from gpunode.model.resource import ResourceSlice
 from gpunode.slices.linter import lint
 from gpunode.slices.planner import GpuMode, SliceConfig, plan
 
-KUBERNETES = "1.37.2"
+VERSIONS = ("1.37.2", "1.36.3")
 NODE = "node-0"
 DRIVER = "gpu.gpunode.dev"
 SOURCE = Path(__file__).with_name("main.go")
@@ -38,10 +39,10 @@ MIG_BOARDS = [name for name in board_names() if load_board(name).mig_profiles]
 Ask = Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="session")
-def ask() -> Ask:
+@pytest.fixture(scope="session", params=VERSIONS)
+def ask(request: pytest.FixtureRequest) -> Ask:
     """Judges cases with the compiled oracle. Skips, with the reason, where it cannot be compiled."""
-    program = _built()
+    program = _built(request.param)
 
     def judge(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         text = "".join(json.dumps(case) + "\n" for case in cases)
@@ -53,10 +54,10 @@ def ask() -> Ask:
     return judge
 
 
-def _built() -> Path:
-    """The oracle in the cache, compiled when this source or the Kubernetes version is new to it."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + KUBERNETES.encode()).hexdigest()[:12]
-    program = cache_root() / f"oracle-{digest}" / "oracle"
+def _built(kubernetes: str) -> Path:
+    """The oracle in the cache, compiled when this source is new to it."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + kubernetes.encode()).hexdigest()[:12]
+    program = cache_root() / f"oracle-{kubernetes}-{digest}" / "oracle"
     if program.exists():
         return program
     try:
@@ -65,7 +66,7 @@ def _built() -> Path:
         pytest.skip(f"the oracle needs Go: {error}")
     with tempfile.TemporaryDirectory() as work:
         shutil.copy(SOURCE, work)
-        head = modules(KUBERNETES)[0].head
+        head = modules(kubernetes)[0].head
         Path(work, "go.mod").write_text(f"module oracle\n\ngo 1.26.0\n\n{head}")
         environment = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
         built = subprocess.run(
@@ -205,6 +206,33 @@ def test_two_partitions_fit_exactly_when_the_hardware_has_room(board: str, ask: 
     assert [a["devices"] for a in ask(cases)] == expected
     assert None in expected
     assert any(expected)
+
+
+@pytest.mark.parametrize("board", MIG_BOARDS)
+def test_a_partition_is_added_to_a_layout_exactly_when_it_stays_legal(board: str, ask: Ask, tmp_path: Path) -> None:
+    gpu = inventory_of(alone(load_board(board)), tmp_path).gpus[0]
+    counters, devices = planned(inventory_of(alone(load_board(board)), tmp_path), "dynamic")
+    by_name = {d.name: d for d in devices.spec.devices}
+    places = [(p, start) for p in gpu.mig_profiles for start in p.starts]
+    choose = random.Random(board)
+    cases, expected = [], []
+    for _ in range(60):
+        layout: list[tuple[MigProfile, int]] = []
+        for place in choose.sample(places, choose.randint(2, 12)):
+            legal = _legal([*layout, place])
+            names = [mig_device_name(gpu.pci, p.name, start) for p, start in [*layout, place]]
+            trimmed = msgspec.structs.replace(devices.spec, devices=tuple(by_name[n] for n in names))
+            slices = [body(counters), body(msgspec.structs.replace(devices, spec=trimmed))]
+            cases.append({"slices": slices, "held": names[:-1], "claim": claim()})
+            expected.append([names[-1]] if legal else None)
+            layout += [place] if legal else []
+    assert [a["devices"] for a in ask(cases)] == expected
+
+
+def _legal(layout: list[tuple[MigProfile, int]]) -> bool:
+    """What MIG allows: no memory slice twice, and one partition with media engines beside others of one slice."""
+    slices = [n for profile, start in layout for n in range(start, start + profile.size)]
+    return len(slices) == len(set(slices)) and sum(p.ofa_engines for p, _ in layout) <= 1
 
 
 @pytest.mark.parametrize("board", MIG_BOARDS)

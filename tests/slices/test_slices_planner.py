@@ -10,7 +10,7 @@ from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level
 from gpunode.model.resource import ResourceSlice
 from gpunode.slices.changes import changes
 from gpunode.slices.describe import nvlink_domains, version_attribute
-from gpunode.slices.layout import slice_name
+from gpunode.slices.layout import parse_modes, slice_name
 from gpunode.slices.linter import lint
 from gpunode.slices.planner import SliceConfig, plan
 
@@ -185,6 +185,20 @@ def test_names_fit_and_stay_apart() -> None:
     assert len({*names}) == 2
     assert max(map(len, names)) <= 253
     assert all(lint(plan(replace(node(), node=c.node), NodeHealth(), c)) == () for c in long)
+
+
+def test_modes_for_all_and_for_single_gpus() -> None:
+    assert parse_modes([]) == ("static", {})
+    assert parse_modes(["shared", "gpu-0000-07-00-0=dynamic", "none"]) == ("none", {"gpu-0000-07-00-0": "dynamic"})
+    for bad in ("", "mps", "gpu-0000-07-00-0=", "gpu0=dynamic", "=static"):
+        with pytest.raises(ValueError, match="is not MODE or DEVICE=MODE"):
+            parse_modes([bad])
+
+
+def test_one_gpu_may_have_a_mode_of_its_own() -> None:
+    config = replace(CONFIG, modes={"gpu-0000-08-00-0": "shared"})
+    (only,) = plan(node(gpu(7), gpu(8)), NodeHealth(), config)
+    assert [d.allow_multiple_allocations for d in only.spec.devices] == [False, True]
 
 
 class TestNvlinkDomain:

@@ -1,10 +1,11 @@
 """Which devices each GPU is published as, and how a node's devices are laid out in slices."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -29,6 +30,7 @@ DEVICES_PER_SLICE = 64
 COUNTER_SETS_PER_SLICE = 8
 _NAME_LIMIT = 253
 _GIB = 1024**3
+_GPU_NAME = re.compile(r"gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7]")
 
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 GpuMode = Literal["none", "static", "dynamic", "shared"]
@@ -61,6 +63,30 @@ class Unit:
     name: str
     devices: tuple[Device, ...] = ()
     counters: CounterSet | None = None
+
+    def having(self, devices: Iterable[Device]) -> "Unit":
+        """The same with other devices."""
+        return Unit(self.name, tuple(devices), self.counters)
+
+
+def parse_modes(texts: Sequence[str]) -> tuple[GpuMode, dict[str, GpuMode]]:
+    """From "static" or "gpu-0000-07-00-0=dynamic", the last of a kind counts: the mode of all, and of single GPUs.
+
+    Raises ValueError naming what is not understood.
+    """
+    general: GpuMode = "static"
+    single: dict[str, GpuMode] = {}
+    for text in texts:
+        device, separator, word = text.rpartition("=")
+        mode = next((m for m in get_args(GpuMode) if m == word.strip()), None)
+        if mode is None or (separator and not _GPU_NAME.fullmatch(device.strip())):
+            modes = ", ".join(get_args(GpuMode))
+            raise ValueError(f"GPU mode {text[:80]!r} is not MODE or DEVICE=MODE with a mode of {modes}")
+        if separator:
+            single[device.strip()] = mode
+        else:
+            general = mode
+    return general, single
 
 
 def units(inventory: Inventory, config: SliceConfig) -> dict[str, Unit]:

@@ -3,7 +3,7 @@
 Health enters here and nowhere else, so no publish path can forget a taint.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -37,14 +37,9 @@ def plan(
     retained = _retained(wanted, published, sets, health, in_use)
     final = [(wanted | retained)[name] for name in sorted(wanted.keys() | retained.keys())]
     tainted = [
-        replace_devices(unit, [_with_taints(d, unit, health, config, published, retained) for d in unit.devices])
-        for unit in final
+        unit.having(_with_taints(d, unit, health, config, published, retained) for d in unit.devices) for unit in final
     ]
     return _with_generation(pack(tainted, config), ours)
-
-
-def replace_devices(unit: Unit, devices: Iterable[Device]) -> Unit:
-    return Unit(unit.name, tuple(devices), unit.counters)
 
 
 def _generation(found: ResourceSlice) -> int:
