@@ -79,7 +79,7 @@ def test_one_bad_entry_costs_its_own_claim_only(tmp_path: Path) -> None:
 
 def test_a_look_changes_nothing(tmp_path: Path) -> None:
     file = CheckpointFile(tmp_path / "checkpoint.json")
-    assert file.peek() == Loaded()
+    assert file.peek() == Loaded(missing=True)
     file.save({uid(1): entry(1)})
     assert file.peek() == file.load()
     (tmp_path / "checkpoint.json").write_bytes(b"broken")

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import shutil
 import subprocess
 import sys
 import threading
@@ -207,6 +208,23 @@ async def test_a_damaged_checkpoint_is_rebuilt_from_live_claims_before_anything_
     assert node.check() == before
     assert [n.reason for n in node.notices] == ["CheckpointDamaged", "CheckpointRebuilt"]
     assert (await engine.recover()).lost is False
+
+
+async def test_a_checkpoint_that_was_removed_is_rebuilt_too(node: Machine) -> None:
+    one = claim(1, GPUS[0])
+
+    async def allocated() -> list[ResourceClaim]:
+        return [one]
+
+    engine = make_engine(node.tmp, FakeApi(one), allocated=allocated, notify=node.notices.append)
+    await engine.prepare([ref(one)])
+    before = node.check()
+    shutil.rmtree(node.paths.plugin_dir(DRIVER))
+    node.paths.plugin_dir(DRIVER).mkdir()
+    rival = claim(2, GPUS[0])
+    answer = await make_engine(node.tmp, FakeApi(rival), allocated=allocated).prepare([ref(rival)])
+    assert "ns/claim-1" in fails(answer[rival.metadata.uid], ErrorKind.HELD)
+    assert node.check() == before
 
 
 async def test_nothing_is_prepared_while_the_rebuild_is_impossible(node: Machine) -> None:

@@ -268,11 +268,14 @@ class NodeMachine(RuleBasedStateMachine):
         path = self.machine.paths.checkpoint(DRIVER)
         raw = bytearray(path.read_bytes())
         chance = random.Random(seed)
-        if chance.random() < 0.5:
-            raw = raw[: chance.randrange(len(raw))]
+        kind = chance.randrange(3)
+        if kind == 0:
+            path.unlink()
+        elif kind == 1:
+            path.write_bytes(raw[: chance.randrange(len(raw))])
         else:
             raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        path.write_bytes(raw)
+            path.write_bytes(raw)
         wanted = {c.metadata.uid for c, _ in self.still_wanted()}
         self.running = {u: v for u, v in self.running.items() if u in wanted}
         self.seen["brought back"] += len(self.running)

@@ -122,6 +122,10 @@ class CdiStore:
         """Whether there is a file for a claim, so that it was prepared. The UID is untrusted."""
         return uid.replace("-", "").isalnum() and self.path(uid).exists()
 
+    def any(self) -> bool:
+        """Whether there is a file of any claim."""
+        return next(self._directory.glob(f"{self._prefix}*.json"), None) is not None
+
     def ensure(self, entry: Entry) -> bool:
         """Make the file of one completed entry right; True if it had to be written. Raises OSError."""
         path = self.path(entry.uid)

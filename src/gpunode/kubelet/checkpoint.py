@@ -86,11 +86,13 @@ class Loaded:
     """Entries by claim UID, and what was wrong with the file, one sentence each (empty when all is well).
 
     lost: now or earlier entries were dropped that live claims may bring back; kept in the file until they did.
+    missing: there is no file.
     """
 
     entries: Entries = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     lost: bool = False
+    missing: bool = False
 
 
 class CheckpointFile:
@@ -103,7 +105,7 @@ class CheckpointFile:
     def peek(self) -> Loaded:
         """What the file says, changing nothing; for whoever only looks. Raises OSError."""
         raw = self._bytes()
-        return Loaded() if raw is None else decode(raw, str(self._path))
+        return Loaded(missing=True) if raw is None else decode(raw, str(self._path))
 
     def load(self) -> Loaded:
         """Read the file; damage is kept aside as `<name>.damaged-<n>`, repaired and reported, never raised.
@@ -112,7 +114,7 @@ class CheckpointFile:
         """
         raw = self._bytes()
         if raw is None:
-            return Loaded()
+            return Loaded(missing=True)
         loaded = decode(raw, str(self._path))
         if not loaded.problems:
             return loaded

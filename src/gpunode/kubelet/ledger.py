@@ -171,6 +171,9 @@ class Ledger:
     def _load(self) -> tuple[Loaded, Entries]:
         """The file as it is, and its entries of this boot: devices of an earlier one are nobody's."""
         loaded = self.checkpoint.load()
+        if loaded.missing and self.cdi.any():
+            self.checkpoint.save({}, lost=True)
+            loaded = Loaded({}, ("the checkpoint is gone, but CDI files of prepared claims are there",), lost=True)
         for message in loaded.problems:
             self.notify(Notice("CheckpointDamaged", message))
         return loaded, {uid: e for uid, e in loaded.entries.items() if e.boot_id == self.node.boot_id}

@@ -136,6 +136,7 @@ class KubeletPlugin:
         self._dra_handlers = [*dra_handlers(preparer), *health_handlers(health, pool)]
         self._dra_server: _SocketServer | None = None
         self._registration_server: _SocketServer | None = None
+        self._stopping = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._callbacks: set[asyncio.Task[None]] = set()
 
@@ -155,10 +156,9 @@ class KubeletPlugin:
 
     async def stop(self) -> None:
         """Deregister (by removing the registration socket), let running calls finish, remove the DRA socket."""
+        self._stopping.set()
         if self._watcher is not None:
-            self._watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watcher
+            await self._watcher  # not cancelled: it may be about to replace a server that would then be forgotten
         for server in (self._registration_server, self._dra_server):
             if server is not None:
                 await server.stop(self._grace_s)
@@ -207,8 +207,7 @@ class KubeletPlugin:
         One that another process bound at the same path is left alone: without instance ids the newest process wins.
         """
         waiting_since: float | None = time.monotonic()
-        while True:
-            await asyncio.sleep(self._check_every_s)
+        while not await self._stopped_within(self._check_every_s):
             waiting_since = self._complain(waiting_since)
             try:
                 if self._dra_server is not None and not self._dra_path.exists():
@@ -222,6 +221,13 @@ class KubeletPlugin:
                     self._registration_server = await self._registration_server.replace()
             except (PluginError, OSError) as error:
                 logger.error("cannot serve the kubelet, trying again: %s", error)
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _complain(self, waiting_since: float | None) -> float | None:
         """Once per wait, when the kubelet takes long to register us. Returns since when we wait; None: no more."""
