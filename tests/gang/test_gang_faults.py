@@ -170,3 +170,15 @@ def test_a_job_of_kueue_is_not_suspended() -> None:
     world.jobs["default/j"] = replace(job, metadata=replace(job.metadata, labels={KUEUE_QUEUE_LABEL: "q"}))
     (report,) = decide(world.snapshot(), NOW, CONFIG)
     assert isinstance(report, Report) and "Kueue" in report.reason.text
+
+
+def test_the_plan_counts_on_what_terminating_pods_give_back() -> None:
+    """The gang's own pods need their grace as well: nothing is gained by waiting for others first."""
+    (evict,) = evictions(HIT + "pod old gpus=1 on=n3 terminating\ntaint n1/gpu-3 xid=79")
+    assert "with room on n2, n3" in evict.reason.text
+    assert evictions(HIT + "pod old gpus=1 on=n3\ntaint n1/gpu-3 xid=79") == []
+
+
+def test_the_xid_is_named_before_the_loss_that_follows_it() -> None:
+    (evict,) = evictions(HIT + "taint n1/gpu-3 presence=lost\ntaint n1/gpu-3 xid=79")
+    assert "gpunode.dev/xid=79" in evict.reason.text

@@ -17,6 +17,7 @@ from gpunode.gang.admit import decision_id, topology_domains
 from gpunode.gang.board import MAX_GANG_TRIALS, Board, location
 from gpunode.gang.derived import View
 from gpunode.gang.gangs import GangState, Member, Stage, left_over
+from gpunode.gang.holders import departing
 from gpunode.gang.place import Placed, bundle, place_units
 from gpunode.gang.times import parse_time
 from gpunode.model.core import Affinity, Job, NodeAffinity, Pod
@@ -38,7 +39,7 @@ from gpunode.model.resource import (
     ResourceClaimStatus,
 )
 
-HEALTH_KEYS = frozenset(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS)
+HEALTH_KEYS = tuple(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS)
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,13 @@ def _effective_taint(result: AllocationResult, view: View, now: datetime) -> Dev
     if result.admin_access or pool is None or not pool.complete:
         return None
     device = pool.suspects.get(result.device)
-    for taint in device.taints if device is not None else ():
-        harmful = taint.key in HEALTH_KEYS and taint.effect in ("NoSchedule", "NoExecute")
-        if harmful and _expired(taint, result, now):
-            return taint
-    return None
+    harmful = [
+        taint
+        for taint in (device.taints if device is not None else ())
+        if taint.key in HEALTH_KEYS and taint.effect in ("NoSchedule", "NoExecute") and _expired(taint, result, now)
+    ]
+    # An XID says more than the loss that follows it: dimensions are listed in that order.
+    return min(harmful, key=lambda taint: HEALTH_KEYS.index(taint.key), default=None)
 
 
 def _expired(taint: DeviceTaint, result: AllocationResult, now: datetime) -> bool:
@@ -203,10 +206,14 @@ def _blocked(state: GangState, snapshot: Snapshot, jobs: Iterable[str], orphans:
 def _plan(board: Board, state: GangState) -> list[str] | None:
     """Nodes for the gang when its own devices are free except the faulty ones; None if there is no place.
 
-    Placing keeps the planned devices on the board; the gang's present ones are put back beside them.
+    What terminating pods hold counts as free too: it will be by the time the gang's own pods have ended.
+
+    Placing keeps the planned devices on the board; what was taken away is put back beside them.
     """
-    pods = [m.pod for m in state.members]
-    claims = list({c.metadata.key: c for m in state.members for c in m.claims}.values())
+    leaving_pods, leaving_claims = departing(board.snapshot)
+    pods = [*(m.pod for m in state.members), *leaving_pods]
+    own = {c.metadata.key: c for m in state.members for c in m.claims}
+    claims = list({**own, **{c.metadata.key: c for c in leaving_claims}}.values())
     board.release(pods, claims)
     board.budget = MAX_GANG_TRIALS
     fresh = tuple(_restarted(m) for m in state.members)

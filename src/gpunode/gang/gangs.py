@@ -145,7 +145,8 @@ def _group(key: str, podgroup: PodGroup | None, pods: list[Pod], snapshot: Snaps
         priority=priority if priority is not None else max((p.spec.priority for p in live), default=0),
         created=_created(podgroup.metadata.creation_timestamp if podgroup else None, live),
         members=tuple(m.key for m in members),
-        finished=sum(1 for p in pods if p.status.phase == "Succeeded"),
+        # One that is being deleted will be re-created by its owner, whatever its phase.
+        finished=sum(1 for p in pods if p.status.phase == "Succeeded" and not p.terminating),
         topology=topology,
     )
     problem = _group_problem(gang, podgroup, live) or _claim_problem(members)

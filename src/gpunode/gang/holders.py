@@ -3,6 +3,7 @@
 from gpunode.allocate.pools import DeviceId, result_id
 from gpunode.model.core import Pod
 from gpunode.model.gang import Snapshot
+from gpunode.model.resource import ResourceClaim
 
 
 def holder_of(pod: Pod) -> str:
@@ -26,3 +27,16 @@ def holders(snapshot: Snapshot) -> dict[DeviceId, tuple[str, bool]]:
             if not result.admin_access:
                 table[result_id(result)] = (label, bool(pods) and all(p.terminating for p in pods))
     return table
+
+
+def departing(snapshot: Snapshot) -> tuple[tuple[Pod, ...], tuple[ResourceClaim, ...]]:
+    """Pods that are terminating, and the allocated claims that only they still use."""
+    pods = {p.metadata.uid: p for p in snapshot.pods.values() if p.terminating}
+    claims = [
+        claim
+        for claim in snapshot.claims.values()
+        if claim.status.allocation is not None
+        and claim.status.reserved_for
+        and all(consumer.uid in pods for consumer in claim.status.reserved_for)
+    ]
+    return tuple(pods.values()), tuple(claims)
