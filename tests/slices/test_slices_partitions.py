@@ -166,6 +166,26 @@ def test_a_partition_in_use_keeps_its_gpus_old_layout(h100: FakeMachine) -> None
     assert sorted(devices(released)) == sorted(device_name(g.pci) for g in inventory.gpus)
 
 
+def test_a_held_device_taints_what_cannot_exist_beside_it(h100: FakeMachine) -> None:
+    inventory = discover(h100.nvml, h100.roots, NODE)
+    gpu = device_name(inventory.gpus[0].pci)
+
+    def tainted(held: str) -> set[str]:
+        found = devices(plan(inventory, NodeHealth(), config("dynamic"), held=frozenset({held})))
+        taints = {name: [(t.key, t.effect) for t in d.taints] for name, d in found.items() if d.taints}
+        assert all(t == [("gpunode.dev/held", "NoSchedule")] for t in taints.values())
+        return set(taints)
+
+    overlapping = tainted(f"{gpu}-mig-2g-20gb-2")
+    assert {gpu, f"{gpu}-mig-2g-20gb-2", f"{gpu}-mig-1g-10gb-3", f"{gpu}-mig-4g-40gb-0"} <= overlapping
+    assert f"{gpu}-mig-1g-10gb-0" not in overlapping
+    assert f"{gpu}-mig-3g-40gb-4" not in overlapping
+    everything = {n for n in devices(plan(inventory, NodeHealth(), config("dynamic"))) if n.startswith(gpu)}
+    assert tainted(gpu) == everything
+    assert tainted(f"{gpu}-mig-9g-99gb-0") == everything, "nobody knows where it is"
+    assert tainted("gpu-0000-ff-00-0") == set()
+
+
 def test_domains_keep_their_name_while_a_gpu_is_divided(h100: FakeMachine) -> None:
     before = discover(h100.nvml, h100.roots, NODE)
     lowest = min(range(8), key=lambda i: before.gpus[i].uuid)

@@ -19,6 +19,8 @@ GANG_NAMESPACE_VALUE: Final = "enabled"
 MANAGED_TAINT: Final = "gpunode.dev/managed"
 # Device taint (NoSchedule) on what stays published only because a claim still holds it or its GPU's old layout.
 RETAINED_TAINT: Final = "gpunode.dev/retained"
+# Device taint (NoSchedule) on what the node has not let go of, though the claim it was prepared for is gone.
+HELD_TAINT: Final = "gpunode.dev/held"
 # Prefix of the taint keys that health puts on devices: gpunode.dev/xid, gpunode.dev/ecc, ...
 HEALTH_TAINT_PREFIX: Final = "gpunode.dev/"
 HEALTH_DIMENSIONS: Final = ("xid", "ecc", "remap", "fabric", "link", "presence", "prepare")

@@ -1,5 +1,7 @@
 """MIG as DRA devices: instances that exist, and every instance that could, over counters they share."""
 
+from typing import Final
+
 from msgspec.structs import replace
 
 from gpunode.model.hardware import Gpu, MigProfile, MigSlice, device_name, mig_device_name
@@ -15,6 +17,8 @@ _ENGINES = (
     ("jpeg_engines", "jpeg-engines", "jpegEngines"),
     ("ofa_engines", "ofa-engines", "ofaEngines"),
 )
+# Counters of single memory slices begin with this; partitions that have one in common cannot exist side by side.
+MEMORY_SLICE: Final = "memory-slice-"
 # What a partition does not inherit from its GPU: MIG has no NVLink peer access.
 _GPU_ONLY = ("uuid", "nvlinkDomain", "nvlinkLinksActive", "nvlinkLinksTotal", "fabricState")
 
@@ -116,4 +120,4 @@ def _counters(counts: dict[str, int]) -> dict[str, Counter]:
 
 
 def _memory_slices(start: int, size: int) -> dict[str, Counter]:
-    return {f"memory-slice-{n}": Counter(value="1") for n in range(start, start + size)}
+    return {f"{MEMORY_SLICE}{n}": Counter(value="1") for n in range(start, start + size)}

@@ -12,6 +12,7 @@ from gpunode.model.hardware import Inventory
 from gpunode.model.health import Level, NodeHealth
 from gpunode.model.resource import CounterSet, Device, DeviceTaint, ResourceSlice
 from gpunode.slices.layout import GpuMode, SliceConfig, TaintEffect, Unit, pack, units
+from gpunode.slices.partitions import MEMORY_SLICE
 
 __all__ = ["GpuMode", "SliceConfig", "TaintEffect", "plan"]
 
@@ -24,11 +25,13 @@ def plan(
     config: SliceConfig,
     existing: Sequence[ResourceSlice] = (),
     in_use: frozenset[str] = frozenset(),
+    held: frozenset[str] = frozenset(),
 ) -> tuple[ResourceSlice, ...]:
     """The slices the node's pool should consist of; an empty node gets one empty slice (driver is up, no devices).
 
     existing: the slices now in the API, which tell taint times, the generation, and how a vanished device looked.
     in_use: names of devices in live allocations; they stay published even when the hardware is gone.
+    held: names of devices that no live claim has but the node has not let go of; nobody else is to get them yet.
     """
     ours = [s for s in existing if s.spec.driver == config.driver and s.spec.pool.name == config.node]
     published = {d.name: d for s in sorted(ours, key=_generation) for d in s.spec.devices}
@@ -37,7 +40,8 @@ def plan(
     retained = _retained(wanted, published, sets, health, in_use)
     final = [(wanted | retained)[name] for name in sorted(wanted.keys() | retained.keys())]
     tainted = [
-        unit.having(_with_taints(d, unit, health, config, published, retained) for d in unit.devices) for unit in final
+        unit.having(_with_taints(d, unit, health, config, published, retained, held) for d in unit.devices)
+        for unit in final
     ]
     return _with_generation(pack(tainted, config), ours)
 
@@ -84,6 +88,7 @@ def _with_taints(
     config: SliceConfig,
     published: dict[str, Device],
     retained: dict[str, Unit],
+    held: frozenset[str],
 ) -> Device:
     """A partition has its GPU's faults as well as its own."""
     about = (device.name,) if device.name == unit.name else (device.name, unit.name)
@@ -100,12 +105,30 @@ def _with_taints(
     ]
     if unit.name in retained:
         wanted.append(DeviceTaint(key=names.RETAINED_TAINT, effect="NoSchedule"))
+    if _in_the_way(device, unit, held):
+        wanted.append(DeviceTaint(key=names.HELD_TAINT, effect="NoSchedule"))
     if config.managed_taint:
         wanted.append(DeviceTaint(key=names.MANAGED_TAINT, value="true", effect="NoSchedule"))
     old = published.get(device.name)
     since = {(t.key, t.value, t.effect): t.time_added for t in old.taints} if old else {}
     taints = [replace(t, time_added=since.get((t.key, t.value, t.effect)) or t.time_added) for t in _one_each(wanted)]
     return replace(device, taints=tuple(taints))
+
+
+def _in_the_way(device: Device, unit: Unit, held: frozenset[str]) -> bool:
+    """Whether a held device is this one, or one that cannot exist beside it: partitions overlap, and with the whole
+    GPU, where they consume the same memory slices. A held device that is not published here is anywhere on its GPU."""
+    here = {name for name in held if name.partition(_MIG_MARK)[0] == unit.name}
+    if not here:
+        return False
+    if device.name in here:
+        return True
+    published = {d.name: d for d in unit.devices}
+    return any(name not in published or _slices(published[name]) & _slices(device) for name in here)
+
+
+def _slices(device: Device) -> set[str]:
+    return {name for c in device.consumes_counters for name in c.counters if name.startswith(MEMORY_SLICE)}
 
 
 def _one_each(taints: Sequence[DeviceTaint]) -> list[DeviceTaint]:
