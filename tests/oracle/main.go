@@ -94,8 +94,14 @@ func judge(asked testCase) answer {
 	return given
 }
 
-// accept does what the API server does with a slice that is created: strict decoding, defaults, validation.
-func accept(raw []byte) error {
+// accept does what the API server does with a slice that is created: strict decoding, defaults, validation. The
+// server answers a panic (1.36 divides by a step of zero) with an error.
+func accept(raw []byte) (refused error) {
+	defer func() {
+		if reason := recover(); reason != nil {
+			refused = fmt.Errorf("panic: %v", reason)
+		}
+	}()
 	codecs := serializer.NewCodecFactory(legacyscheme.Scheme, serializer.EnableStrict)
 	decoder := codecs.UniversalDecoder(resource.SchemeGroupVersion)
 	object, err := runtime.Decode(decoder, raw)

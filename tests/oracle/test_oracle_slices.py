@@ -1,7 +1,9 @@
 """Kubernetes' own code as judge: the API server accepts what the planner makes, and the scheduler's allocator gives out
 from it exactly what the hardware could."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -11,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +287,80 @@ def test_the_linter_refuses_no_less_than_the_api_server(ask: Ask) -> None:
     accepted = {n for n, a in zip(names, ask([{"slices": [body(s)]} for s in slices]), strict=True) if not a["refused"]}
     assert all(lint([s]) for s in slices)
     assert accepted == set()
+
+
+WORDS = [
+    "", "a", "A", "-a", "a-", "a.b", "a/b", "//", "a" * 33, "a" * 63, "a" * 64, "a" * 65, "a" * 254, "é" * 33, "1.2.3",
+    "01.2.3", "1.2.3-rc", "1.2", "1Gi", "0", "-1", "1e3", "1.5", "100m", "80 GB", "16Ei", "NoSchedule", "None", "Foo",
+    "example.com/x", "a_b", "1a", "x y", "\x00", "9223372036854775808", "1u",
+]  # fmt: skip
+
+
+def test_linter_and_api_server_agree_on_damaged_slices(ask: Ask, tmp_path: Path) -> None:
+    """Real slices with one value damaged: the linter names what the API server refuses, and is stricter only on
+    names with several slashes, on upper case in domains, and on forms of quantities."""
+    choose = random.Random(20260101)
+    inventory = inventory_of(alone(load_board("hgx-h100")), tmp_path)
+    sound = [body(s) for mode in ("static", "dynamic", "shared") for s in planned(inventory, mode)]
+    damaged: list[tuple[dict[str, Any], ResourceSlice]] = []
+    while len(damaged) < 1500:
+        one = _damage(json.loads(json.dumps(choose.choice(sound))), choose)
+        with contextlib.suppress(msgspec.MsgspecError):
+            damaged.append((one, msgspec.convert(one, ResourceSlice)))
+    for (_, decoded), answer in zip(damaged, ask([{"slices": [one]} for one, _ in damaged]), strict=True):
+        problems = [p.text for p in lint([decoded]) if "which has none such" not in p.text]
+        if answer["refused"]:
+            assert problems, answer["refused"]
+        else:
+            assert all("[domain/]identifier" in p or "Kubernetes quantity" in p for p in problems), problems
+
+
+def _damage(one: dict[str, Any], choose: random.Random) -> dict[str, Any]:
+    """One value of the spec replaced, removed, cut or repeated, or one of the fields added that we never set."""
+    devices = one["spec"].get("devices") or [{}]
+    device = choose.choice(devices)
+    added = {
+        "taints": [{"key": choose.choice(WORDS), "value": choose.choice(WORDS), "effect": choose.choice(WORDS)}],
+        "bindingConditions": [choose.choice(WORDS)] * choose.randint(1, 2),
+        "bindingFailureConditions": [choose.choice(WORDS), "B"],
+        "capacity": {"m": {"value": "10Gi", "requestPolicy": _policy(choose)}},
+    }
+    if device and choose.random() < 0.4:
+        names = choose.sample(sorted(added), 2)
+        device.update({name: added[name] for name in names}, allowMultipleAllocations=choose.random() < 0.8)
+        return one
+    *path, last = choose.choice(list(_paths(one["spec"])))
+    parent = functools.reduce(lambda inner, key: inner[key], path, one["spec"])
+    value, named = parent[last], path[-1:] in (["attributes"], ["capacity"], ["counters"])
+    if isinstance(parent, dict) and choose.random() < 0.2:
+        del parent[last]
+    elif named and choose.random() < 0.4:
+        parent[choose.choice(WORDS)] = parent.pop(last)
+    elif isinstance(value, str):
+        parent[last] = choose.choice(WORDS)
+    elif isinstance(value, bool):
+        parent[last] = not value
+    elif isinstance(value, int):
+        parent[last] = choose.choice([0, -1, 2**31, 2**63 - 1])
+    elif isinstance(value, list):
+        parent[last] = value * choose.randint(0, 4)
+    else:
+        parent[last] = {}
+    return one
+
+
+def _policy(choose: random.Random) -> dict[str, Any]:
+    sizes = ["0", "1Gi", "2Gi", "3Gi", "10Gi", "11Gi", "1500Mi"]
+    given: dict[str, Any] = {"default": choose.choice(sizes)}
+    if choose.random() < 0.5:
+        given["validValues"] = choose.sample(sizes, choose.randint(0, 4))
+    if choose.random() < 0.6:
+        given["validRange"] = {"min": choose.choice(sizes), "max": choose.choice(sizes), "step": choose.choice(sizes)}
+    return given
+
+
+def _paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*path, key)
+        yield from _paths(value[key], (*path, key))

@@ -61,6 +61,18 @@ BAD_DEVICES = {
         device(capacity={"memory": Capacity(value="1", request_policy=RequestPolicy(default="1"))}),
         "does not allow multiple allocations",
     ),
+    "condition name": (
+        device(binding_conditions=("-",), binding_failure_conditions=("F",)),
+        "binding condition '-' is not a label name",
+    ),
+    "condition twice": (device(binding_conditions=("A",), binding_failure_conditions=("A",)), "appears twice"),
+    "no room for a step": (
+        device(
+            allow_multiple_allocations=True,
+            capacity={"m": Capacity(value="1Gi", request_policy=ranged("1Gi", "1Gi", "1Gi"))},
+        ),
+        "one step must be within 1Gi",
+    ),
     "two bytes a letter": (device(attributes={"a": Attribute(string="ä" * 33)}), "66 bytes, the limit is 64"),
     "range": (
         device(
@@ -102,6 +114,11 @@ BAD_SLICES = {
     "pool name": (made(pool=Pool(name="a//b", generation=1, resource_slice_count=1)), "pool name"),
     "generation": (made(pool=Pool(name="n", generation=-1, resource_slice_count=1)), "negative"),
     "count": (made(pool=Pool(name="n", generation=1, resource_slice_count=0)), "not positive"),
+    "node name": (made(node_name="Node_1"), "node name"),
+    "set twice": (
+        made(shared_counters=(CounterSet(name="a", counters=counters(1)),) * 2),
+        "counter set a appears twice",
+    ),
     "no node": (made(node_name=None), "exactly one of"),
     "two ways": (made(all_nodes=True), "exactly one of"),
     "129 devices": (made(*(device(f"g{i}") for i in range(129))), "129 devices, the limit is 128"),

@@ -107,14 +107,17 @@ def test_hostile_names_cost_an_attribute_and_not_the_device() -> None:
     assert lint([only]) == ()
 
 
-def test_unhealthy_is_tainted_degraded_is_not() -> None:
+@pytest.mark.parametrize("effect", ["None", "NoSchedule", "NoExecute"])
+def test_every_finding_is_a_taint_of_the_effect_that_health_gives_it(effect: str) -> None:
     inventory = node(gpu(7), gpu(8))
-    (only,) = plan(inventory, sick("gpu-0000-07-00-0"), CONFIG)
-    (taint,) = only.spec.devices[0].taints
-    assert (taint.key, taint.value, taint.effect, taint.time_added) == ("gpunode.dev/xid", "79", "NoSchedule", SINCE)
-    assert only.spec.devices[1].taints == ()
-    (only,) = plan(inventory, sick("gpu-0000-07-00-0", level=Level.DEGRADED), CONFIG)
-    assert only.spec.devices[0].taints == ()
+    for level in (Level.DEGRADED, Level.UNHEALTHY):
+        (finding,) = sick("gpu-0000-07-00-0", level=level).of("gpu-0000-07-00-0").findings
+        health = NodeHealth({"gpu-0000-07-00-0": DeviceHealth("", (dataclasses.replace(finding, effect=effect),))})
+        (only,) = plan(inventory, health, CONFIG)
+        (taint,) = only.spec.devices[0].taints
+        assert (taint.key, taint.value, taint.effect, taint.time_added) == ("gpunode.dev/xid", "79", effect, SINCE)
+        assert only.spec.devices[1].taints == ()
+        assert lint([only]) == ()
 
 
 def test_taint_time_is_kept_while_the_taint_stays() -> None:

@@ -42,7 +42,8 @@ class SliceConfig:
 
     mode: how GPUs are given out, and by device name in `modes` where one differs. none: only whole, in MIG mode not
     at all. static: whole, in MIG mode the instances that exist. dynamic: whole or as any MIG instance, made when a
-    claim is prepared (GPUs without MIG: whole). shared: to several claims at once, each with its share of memory.
+    claim is prepared (GPUs without MIG: whole). shared: to several claims at once, each with its share of memory
+    (GPUs of less than 2 GiB: whole).
     """
 
     driver: str
@@ -105,7 +106,7 @@ def _unit(gpu: Gpu, whole: Device, mode: GpuMode) -> Unit:
         return Unit(whole.name, devices, counters)
     if gpu.mig_enabled:
         return Unit(whole.name, static_partitions(gpu, whole) if mode == "static" else ())
-    if mode == "shared":
+    if mode == "shared" and gpu.memory_bytes >= 2 * _GIB:
         return Unit(whole.name, (_shared(gpu, whole),))
     return Unit(whole.name, (_with_engines(gpu, whole),))
 
@@ -120,7 +121,7 @@ def _shared(gpu: Gpu, whole: Device) -> Device:
     Memory is the only capacity: of one without a policy each claim would take everything. Never with counters,
     whose sums the allocators before 1.37 get wrong for devices that several claims hold.
     """
-    memory = format_bytes(max(gpu.memory_bytes // _GIB, 1) * _GIB)
+    memory = format_bytes(gpu.memory_bytes // _GIB * _GIB)
     policy = RequestPolicy(default=memory, valid_range=ValidRange(min="1Gi", max=memory, step="1Gi"))
     return replace(
         whole, allow_multiple_allocations=True, capacity={"memory": Capacity(value=memory, request_policy=policy)}

@@ -33,6 +33,7 @@ MAX_TAINTS = 16
 MAX_TEXT = 64
 MAX_VALID_VALUES = 10
 MAX_BINDING_CONDITIONS = 4
+_INT64 = 2**63
 _EFFECTS = ("None", "NoSchedule", "NoExecute")
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -105,17 +106,19 @@ def device_problems(device: Device) -> list[str]:
 def _slice_problems(found: ResourceSlice) -> list[str]:
     spec = found.spec
     problems = []
-    if not _SUBDOMAIN.fullmatch(found.metadata.name) or len(found.metadata.name) > 253:
+    if not _subdomain(found.metadata.name, 253):
         problems.append(f"name {found.metadata.name[:80]!r} is not a DNS subdomain of at most 253 characters")
-    if not _SUBDOMAIN.fullmatch(spec.driver.lower()) or len(spec.driver) > 63:
+    if not _subdomain(spec.driver.lower(), 63):
         problems.append(f"driver {spec.driver[:80]!r} is not a DNS subdomain of at most 63 characters")
     parts = spec.pool.name.split("/")
     if len(spec.pool.name) > 253 or not all(_SUBDOMAIN.fullmatch(p) for p in parts):
         problems.append(f"pool name {spec.pool.name[:80]!r} is not a path of DNS subdomains of at most 253 characters")
-    if spec.pool.generation < 0:
-        problems.append(f"pool generation {spec.pool.generation} is negative")
-    if spec.pool.resource_slice_count < 1:
-        problems.append(f"pool slice count {spec.pool.resource_slice_count} is not positive")
+    if not 0 <= spec.pool.generation < _INT64:
+        problems.append(f"pool generation {spec.pool.generation} is negative or does not fit in 64 bits")
+    if not 1 <= spec.pool.resource_slice_count < _INT64:
+        problems.append(f"pool slice count {spec.pool.resource_slice_count} is not positive or not of 64 bits")
+    if spec.node_name and not _subdomain(spec.node_name, 253):
+        problems.append(f"node name {spec.node_name[:80]!r} is not a DNS subdomain of at most 253 characters")
     return problems + _selection(spec) + _sizes(spec)
 
 
@@ -139,6 +142,7 @@ def _sizes(spec: ResourceSliceSpec) -> list[str]:
         problems.append(f"{len(spec.shared_counters)} counter sets, the limit is {MAX_COUNTER_SETS}")
     for counter_set in spec.shared_counters:
         problems += _counter_set(counter_set)
+    problems += (f"counter set {name} appears twice" for name in _repeated(c.name for c in spec.shared_counters))
     return problems
 
 
@@ -176,7 +180,7 @@ def _attribute(name: str, attribute: Attribute) -> list[str]:
     given = [v for v in (attribute.int_, attribute.bool_, attribute.string, attribute.version) if v is not None]
     if len(given) != 1:
         return [f"attribute {name} has {len(given)} values, exactly one is needed"]
-    if attribute.int_ is not None and not -(2**63) <= attribute.int_ < 2**63:
+    if attribute.int_ is not None and not -_INT64 <= attribute.int_ < _INT64:
         return [f"attribute {name} does not fit in 64 bits"]
     for value in (attribute.string, attribute.version):
         if value is not None and (size := len(value.encode(errors="replace"))) > MAX_TEXT:
@@ -205,12 +209,11 @@ def _capacity(name: str, capacity: Capacity, *, shared: bool) -> list[str]:
 def _policy_values(name: str, value: str, policy: RequestPolicy) -> list[str]:
     """Order and steps of the values a request may name; all of them are within the capacity."""
     try:
-        total, default = parse_milli(value), parse_milli(policy.default or "0")
+        total, default = parse_milli(value), parse_milli("0" if policy.default is None else policy.default)
         listed = [parse_milli(v) for v in policy.valid_values]
         given = policy.valid_range
-        low, high, step = (parse_milli(v) if v else None for v in (given.min, given.max, given.step)) if given else (
-            None, None, None
-        )  # fmt: skip
+        bounds = (given.min, given.max, given.step) if given else (None, None, None)
+        low, high, step = (None if bound is None else parse_milli(bound) for bound in bounds)
     except ValueError as error:
         return [f"request policy of capacity {name}: {error}"]
     if listed and (listed != sorted(set(listed)) or default not in listed or listed[-1] > total):
@@ -220,6 +223,10 @@ def _policy_values(name: str, value: str, policy: RequestPolicy) -> list[str]:
     top = total if high is None else high
     if not low <= default <= top <= total:
         return [f"capacity {name}: a range needs min <= default <= max <= {value}"]
+    if step is not None and (
+        min(low, step) < 0 or low + step > total or max(low, default, top, step) // 1000 >= _INT64
+    ):
+        return [f"capacity {name}: min and one step must be within {value} and fit in 64 bits"]
     if step is not None and (step <= 0 or (default - low) % step or ((top - low) % step and high is not None)):
         return [f"capacity {name}: default and max must be min plus whole steps"]
     return []
@@ -228,8 +235,7 @@ def _policy_values(name: str, value: str, policy: RequestPolicy) -> list[str]:
 def _taints(taints: tuple[DeviceTaint, ...]) -> list[str]:
     problems = [f"{len(taints)} taints, the limit is {MAX_TAINTS}"] if len(taints) > MAX_TAINTS else []
     for taint in taints:
-        prefix, _, name = taint.key.rpartition("/")
-        if not _LABEL_NAME.fullmatch(name) or (prefix and (not _SUBDOMAIN.fullmatch(prefix) or len(prefix) > 253)):
+        if not _label_name(taint.key):
             problems.append(f"taint key {taint.key[:80]!r} is not a label name")
         if taint.value and not _LABEL_NAME.fullmatch(taint.value):
             problems.append(f"value {taint.value[:80]!r} of taint {taint.key} is not a label value")
@@ -246,6 +252,7 @@ def _consumption(consumed: tuple[CounterConsumption, ...]) -> list[str]:
     if len(set(names)) != len(names):
         problems.append("names a counter set twice")
     for one in consumed:
+        problems += _dns_label("counter set", one.counter_set)
         if not 1 <= len(one.counters) <= MAX_COUNTERS:
             problems.append(f"consumes {len(one.counters)} counters of {one.counter_set}, 1 to {MAX_COUNTERS} allowed")
         for name, counter in one.counters.items():
@@ -260,16 +267,32 @@ def _binding(device: Device) -> list[str]:
         problems.append("binding conditions and binding failure conditions come together or not at all")
     if max(len(ready), len(failed)) > MAX_BINDING_CONDITIONS:
         problems.append(f"more than {MAX_BINDING_CONDITIONS} binding conditions of a kind")
-    if set(ready) & set(failed):
-        problems.append("a condition is both a binding condition and a binding failure condition")
+    problems += (
+        f"binding condition {name[:80]!r} is not a label name" for name in ready + failed if not _label_name(name)
+    )
+    problems += (f"binding condition {name[:80]!r} appears twice" for name in _repeated(ready + failed))
     return problems
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _subdomain(name: str, limit: int) -> bool:
+    return len(name) <= limit and _SUBDOMAIN.fullmatch(name) is not None
+
+
+def _label_name(key: str) -> bool:
+    """[domain/]name, as for labels."""
+    prefix, slash, name = key.rpartition("/")
+    return _LABEL_NAME.fullmatch(name) is not None and (not slash or _subdomain(prefix, 253))
 
 
 def _qualified_name(what: str, name: str) -> list[str]:
     domain, _, identifier = name.rpartition("/")
     good = _IDENTIFIER.fullmatch(identifier) is not None
     if "/" in name:
-        good = good and len(domain) <= 63 and _SUBDOMAIN.fullmatch(domain) is not None
+        good = good and _subdomain(domain, 63)
     return [] if good else [f"{what} name {name[:100]!r} is not [domain/]identifier (32 characters at most)"]
 
 
