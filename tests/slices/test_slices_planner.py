@@ -112,7 +112,7 @@ def test_every_finding_is_a_taint_of_the_effect_that_health_gives_it(effect: str
     inventory = node(gpu(7), gpu(8))
     for level in (Level.DEGRADED, Level.UNHEALTHY):
         (finding,) = sick("gpu-0000-07-00-0", level=level).of("gpu-0000-07-00-0").findings
-        health = NodeHealth({"gpu-0000-07-00-0": DeviceHealth("", (dataclasses.replace(finding, effect=effect),))})
+        health = NodeHealth({"gpu-0000-07-00-0": DeviceHealth("", (replace(finding, effect=effect),))})
         (only,) = plan(inventory, health, CONFIG)
         (taint,) = only.spec.devices[0].taints
         assert (taint.key, taint.value, taint.effect, taint.time_added) == ("gpunode.dev/xid", "79", effect, SINCE)

@@ -90,18 +90,18 @@ def _with_taints(
     retained: dict[str, Unit],
     held: frozenset[str],
 ) -> Device:
-    """A partition has its GPU's faults as well as its own."""
+    """A partition has its GPU's faults as well as its own. What is merely degraded is told in taints that keep nobody
+    away, unless the health policy says otherwise."""
     about = (device.name,) if device.name == unit.name else (device.name, unit.name)
     wanted = [
         DeviceTaint(
             key=names.HEALTH_TAINT_PREFIX + finding.dimension,
             value=_label_value(finding.code),
-            effect=config.taint_effect,
+            effect=finding.effect,
             time_added=finding.since or None,
         )
         for name in about
         for finding in sorted(health.of(name).findings, key=lambda f: f.dimension)
-        if finding.level is Level.UNHEALTHY
     ]
     if unit.name in retained:
         wanted.append(DeviceTaint(key=names.RETAINED_TAINT, effect="NoSchedule"))
