@@ -1,11 +1,16 @@
 """Claims of the API server, read live and never from a cache: the kubelet is about to hand out devices on them."""
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError
 from gpunode.kube.kinds import CLAIMS
+from gpunode.kubelet.reconcile import Findings
 from gpunode.model.resource import ResourceClaim
+
+logger = logging.getLogger(__name__)
 
 
 class LiveClaims:
@@ -34,3 +39,58 @@ class LiveClaims:
         allocation = claim.status.allocation
         results = allocation.devices.results if allocation is not None else ()
         return any(r.driver == self._driver and r.pool == self._pool for r in results)
+
+
+class Lookout:
+    """Runs the second look every minute, and soon after the kubelet called, for that is when something may be left.
+
+    `held` is told the devices that nobody should be given, whenever that set changes.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[Findings]],
+        held: Callable[[frozenset[str]], None],
+        every_s: float = 60.0,
+        soon_s: float = 1.0,
+        pause_s: float = 4.0,
+    ) -> None:
+        self._look = look
+        self._tell = held
+        self._held: frozenset[str] = frozenset()
+        self._every_s = every_s
+        self._soon_s = soon_s
+        self._pause_s = pause_s
+        self._called = asyncio.Event()
+        self._looking = False
+
+    def called(self) -> None:
+        """The kubelet called. What a look itself repairs is no reason for another one."""
+        if not self._looking:
+            self._called.set()
+
+    async def run(self) -> None:
+        """Look until cancelled; the first time at once, for what happened while no agent was here."""
+        while True:
+            self._called.clear()
+            await self._once()
+            await asyncio.sleep(self._pause_s)
+            try:
+                async with asyncio.timeout(self._every_s - self._pause_s):
+                    await self._called.wait()
+                await asyncio.sleep(self._soon_s)
+            except TimeoutError:
+                pass
+
+    async def _once(self) -> None:
+        self._looking = True
+        try:
+            findings = await self._look()
+        except OSError as error:
+            logger.error("claims not compared, will retry: %s", error)
+            return
+        finally:
+            self._looking = False
+        if findings.held != self._held:
+            self._held = findings.held
+            self._tell(findings.held)

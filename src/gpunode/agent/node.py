@@ -8,7 +8,8 @@ from typing import Any, Literal
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from gpunode.agent.claims import LiveClaims
+from gpunode.agent.claim_status import ClaimStatuses
+from gpunode.agent.claims import LiveClaims, Lookout
 from gpunode.agent.faults import FaultOrders
 from gpunode.agent.inventory import HardwareWatch
 from gpunode.agent.machine import Machine
@@ -42,13 +43,13 @@ from gpunode.model.faults import FaultOrder
 from gpunode.model.hardware import Inventory, device_name
 from gpunode.model.health import Level
 from gpunode.model.injection import DeviceNodes
+from gpunode.model.names import HELD_TAINT
 from gpunode.model.resource import ResourceSlice
 from gpunode.slices.layout import SliceConfig
 from gpunode.slices.planner import plan
 from gpunode.slices.publisher import Publisher
 
 logger = logging.getLogger(__name__)
-_SECOND_LOOK_S = 60.0
 
 
 class NodeAgent:
@@ -70,7 +71,8 @@ class NodeAgent:
         self._recorder = recorder
         self._about = about
         self._inventory = inventory
-        self._held: frozenset[str] = frozenset()
+        self._in_use: frozenset[str] = frozenset()
+        self._held: frozenset[str] | None = None
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._slices = SliceConfig(driver=options.driver, node=options.node, mode=options.mode)
@@ -84,7 +86,9 @@ class NodeAgent:
         self._monitor = HealthMonitor(HealthMachine(policy=counted), state, self._on_transitions)
         self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
-        self._engine, self._second_look = self._make_engine()
+        self._statuses = ClaimStatuses(api, options.driver)
+        self._engine, second_look = self._make_engine()
+        self._lookout = Lookout(second_look.run, self._on_held)
         self._plugin = KubeletPlugin(
             options.driver,
             options.node,
@@ -138,7 +142,8 @@ class NodeAgent:
                 tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor))
                 tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
                 tasks.create_task(self._on_transitions(transitions))
-                tasks.create_task(self._look_twice_forever())
+                tasks.create_task(self._lookout.run())
+                tasks.create_task(self._statuses.run())
                 tasks.create_task(self._announce())
                 if self._machine.execute is not None:
                     done = self._options.state_dir / "fault-orders-done.json"
@@ -152,15 +157,6 @@ class NodeAgent:
         await self._publisher.published.wait()
         await self._plugin.registered.wait()
         logger.info("ready: slices published, plugin registered with the kubelet")
-
-    async def _look_twice_forever(self) -> None:
-        """Compare checkpoint, CDI files, partitions and live claims, and repair what differs."""
-        while True:
-            await asyncio.sleep(_SECOND_LOOK_S)
-            try:
-                await self._second_look.run()
-            except OSError as error:
-                logger.error("claims not compared, will retry: %s", error)
 
     async def _execute(self, order: FaultOrder) -> None:
         """Carry out an order on the fake machine. A recovery is a board put right by a person, and told so."""
@@ -177,18 +173,19 @@ class NodeAgent:
         return device_nodes(self._inventory, self._machine.roots, dynamic)
 
     def _plan(self, existing: Sequence[ResourceSlice]) -> tuple[ResourceSlice, ...]:
-        return plan(self._inventory, self._monitor.health, self._slices, existing, self._held)
+        held = _published_as_held(existing) if self._held is None else self._held
+        return plan(self._inventory, self._monitor.health, self._slices, existing, self._in_use, held)
 
     def _publish(self) -> None:
-        """Tell everyone who reads health: the slices and the kubelet."""
+        """Tell everyone who reads health: the slices, the kubelet, the claims."""
         health = self._monitor.health
-        names = set(self._device_nodes()) | set(health.devices) | self._held
-        self._feed.update(
-            {
-                name: DeviceReport(health.of(name).level is not Level.UNHEALTHY, health.of(name).message)
-                for name in sorted(names)
-            }
-        )
+        names = set(self._device_nodes()) | set(health.devices) | self._in_use
+        reports = {
+            name: DeviceReport(health.of(name).level is not Level.UNHEALTHY, health.of(name).message)
+            for name in sorted(names)
+        }
+        self._feed.update(reports)
+        self._statuses.update(health=reports)
         self._publisher.poke()
 
     async def _on_registered(self) -> None:
@@ -202,10 +199,17 @@ class NodeAgent:
 
     def _on_claims(self, entries: Entries) -> None:
         """Devices that this node has given out stay published whatever happens to them."""
-        held = frozenset(device.device for entry in entries.values() for device in entry.devices)
-        if held != self._held:
-            self._held = held
+        self._statuses.update(entries)
+        self._lookout.called()
+        in_use = frozenset(device.device for entry in entries.values() for device in entry.devices)
+        if in_use != self._in_use:
+            self._in_use = in_use
             self._publish()
+
+    def _on_held(self, held: frozenset[str]) -> None:
+        """Devices that no claim has but the node has not let go of are nobody's to be given."""
+        self._held = held
+        self._publisher.poke()
 
     async def _on_transitions(self, transitions: Sequence[Transition]) -> None:
         self._publish()
@@ -237,6 +241,11 @@ class NodeAgent:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _published_as_held(slices: Sequence[ResourceSlice]) -> frozenset[str]:
+    """What the agent before us had found: until we have looked ourselves, its word stands."""
+    return frozenset(d.name for s in slices for d in s.spec.devices if any(t.key == HELD_TAINT for t in d.taints))
 
 
 def _event(transition: Transition) -> tuple[str, Literal["Normal", "Warning"]]:
