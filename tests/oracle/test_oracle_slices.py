@@ -36,7 +36,8 @@ VERSIONS = ("1.37.2", "1.36.3")
 NODE = "node-0"
 DRIVER = "gpu.gpunode.dev"
 SOURCE = Path(__file__).with_name("main.go")
-MIG_BOARDS = [name for name in board_names() if load_board(name).mig_profiles]
+# One board of each MIG table.
+MIG_BOARDS = list({b.mig_profiles: b.name for b in map(load_board, board_names()) if b.mig_profiles}.values())
 
 Ask = Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]
 
