@@ -82,7 +82,5 @@ class HardwareWatch:
             logger.warning("the hardware changed: %d GPUs", len(scan.inventory.gpus))
             self._current = scan.inventory
             self._changed(scan.inventory)
-        for gpu in scan.lost:
-            await self._monitor.put(GpuLost(gpu.pci, "NVML says that the GPU is lost"))
-        for sample in await asyncio.to_thread(sample_all, self._nvml, self._current):
-            await self._monitor.put(sample)
+        lost = [GpuLost(gpu.pci, "NVML says that the GPU is lost") for gpu in scan.lost]
+        await self._monitor.put(*lost, *await asyncio.to_thread(sample_all, self._nvml, self._current))

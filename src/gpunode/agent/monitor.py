@@ -1,13 +1,14 @@
 """Keeps the node's health: takes signals from all sources, steps the machine, saves, and tells what happened.
 
-The only writer of the health state file. Signals of a burst are taken in together, so that a storm costs one step,
-one save and one publication a batch.
+The only writer of the health state file. Signals of a burst are taken in together, so that a storm costs one step a
+batch, one save a second and one publication for each thing that really happened.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,34 +17,54 @@ from gpunode.health.devices import DeviceMap
 from gpunode.health.machine import HealthMachine
 from gpunode.health.signals import Signal
 from gpunode.health.state import HealthState, Instant, Step, Transition
-from gpunode.health.store import load, save
-from gpunode.model.health import NodeHealth
+from gpunode.health.store import load, save, take_requests
+from gpunode.model.health import GpuSample, NodeHealth
 
 logger = logging.getLogger(__name__)
 _BATCH_S = 0.02
-_MAX_BATCH = 20_000
-# Time alone ends faults (hold-downs): step at least this often.
+# A batch is stepped in one go on the event loop: at most some tens of milliseconds.
+_MAX_BATCH = 2_000
+_MAX_PENDING = 20_000
+# Time alone ends faults (hold-downs), and operators may have left a word: step at least this often.
 _IDLE_S = 2.0
+# What happened is saved at once. Counts, waits and recoveries may be lost with this much of the log, which is read
+# again from where the saved state ends; what only polls told may be lost for longer, the next poll tells it again.
+_SAVE_SIGNALS_S = 1.0
+_SAVE_POLLS_S = 60.0
 
-# Told after each step in which something happened, once it is on disk.
+# Told after each step that changed the verdict on a device, once it is on disk, with what happened (perhaps only a
+# better wording, then nothing).
 Listener = Callable[[Sequence[Transition]], Awaitable[None]]
+# Told of what keeps health from working as it should: reason (CamelCase) and a sentence.
+Complain = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Signals that belong together. sequence: the kernel log record up to which everything has been told."""
+
+    signals: tuple[Signal, ...]
+    sequence: int | None = None
 
 
 class HealthMonitor:
     """`health` is the current verdict on every device of `devices`."""
 
-    def __init__(self, machine: HealthMachine, path: Path, listener: Listener) -> None:
+    def __init__(self, machine: HealthMachine, path: Path, listener: Listener, complain: Complain) -> None:
         self._machine = machine
         self._path = path
         self._listener = listener
-        self._queue: asyncio.Queue[tuple[Signal, int | None]] = asyncio.Queue(maxsize=_MAX_BATCH)
+        self._complain = complain
+        self._queue: asyncio.Queue[_Taken] = asyncio.Queue(maxsize=_MAX_PENDING)
         self._state = HealthState()
         self._devices = DeviceMap()
+        self._health = NodeHealth()
         self._save_problem = ""
+        self._save_at = float("inf")
 
     @property
     def health(self) -> NodeHealth:
-        return self._machine.project(self._state, self._devices)
+        return self._health
 
     @property
     def state(self) -> HealthState:
@@ -59,31 +80,48 @@ class HealthMonitor:
         """Load the saved state and carry it into this boot; what the reboot ended. Blocks on the disk."""
         loaded = load(self._path)
         if loaded.note:
-            logger.error("%s", loaded.note)
+            self._complain("HealthStateUnusable", loaded.note)
         self._devices = devices
         step = self._machine.rebooted(loaded.state, boot_id, now())
         self._state = step.state
+        self._health = self._machine.project(self._state, devices)
+        if self._state != loaded.state:
+            self._save_at = time.monotonic()
         return step.transitions
 
     def use(self, devices: DeviceMap) -> None:
         """The inventory changed: signals mean these devices from now on."""
         self._devices = devices
+        self._health = self._machine.project(self._state, devices)
 
-    async def put(self, signal: Signal, kernel_sequence: int | None = None) -> None:
-        """Take in one signal; waits while too many are pending, so that a storm cannot fill the memory."""
-        await self._queue.put((signal, kernel_sequence))
+    async def put(self, *signals: Signal, kernel_sequence: int | None = None) -> None:
+        """Take in signals that belong together (the polls of one moment, say) in one step.
+
+        kernel_sequence: the record that they are from; it may have none. Waits while too many are pending, so that
+        a storm cannot fill the memory.
+        """
+        await self._queue.put(_Taken(signals, kernel_sequence))
 
     async def run(self) -> None:
-        """Step until cancelled."""
-        while True:
-            batch = await self._collect()
-            step = self._machine.step(self._state, [signal for signal, _ in batch], self._devices, now())
-            sequences = [sequence for _, sequence in batch if sequence is not None]
-            await self._settle(step, max(sequences, default=None))
-
-    async def _collect(self) -> list[tuple[Signal, int | None]]:
+        """Step until cancelled; what is not yet on disk is saved then."""
         try:
-            async with asyncio.timeout(_IDLE_S):
+            while True:
+                batch = await self._collect()
+                words, problem = take_requests(self._path)
+                if problem:
+                    self._complain("HealthRequestUnusable", problem)
+                signals = [*words, *(signal for taken in batch for signal in taken.signals)]
+                step = self._machine.step(self._state, signals, self._devices, now())
+                sequences = [taken.sequence for taken in batch if taken.sequence is not None]
+                await self._settle(step, signals, sequences[-1] if sequences else None)
+        finally:
+            if self._save_at < float("inf"):
+                save(self._path, self._state)
+
+    async def _collect(self) -> list[_Taken]:
+        wait = min(_IDLE_S, max(0.0, self._save_at - time.monotonic()))
+        try:
+            async with asyncio.timeout(wait):
                 batch = [await self._queue.get()]
         except TimeoutError:
             return []
@@ -92,21 +130,29 @@ class HealthMonitor:
             batch.append(self._queue.get_nowait())
         return batch
 
-    async def _settle(self, step: Step, sequence: int | None) -> None:
+    async def _settle(self, step: Step, signals: Sequence[Signal], sequence: int | None) -> None:
         state = step.state
         if sequence is not None:
             state = msgspec.structs.replace(state, kernel_sequence=sequence)
-        if state == self._state:
-            return
-        changed = bool(step.transitions) or sequence is not None
-        self._state = state
-        if changed:
-            problem = await asyncio.to_thread(save, self._path, state)
-            if problem and problem != self._save_problem:
-                logger.error("%s", problem)
-            self._save_problem = problem
-        if step.transitions:
+        if state != self._state:
+            polls_only = all(isinstance(signal, GpuSample) for signal in signals)
+            within = 0.0 if step.transitions else _SAVE_POLLS_S if polls_only else _SAVE_SIGNALS_S
+            self._save_at = min(self._save_at, time.monotonic() + within)
+        before, self._state = self._health, state
+        self._health = self._machine.project(state, self._devices)
+        if time.monotonic() >= self._save_at:
+            await self._save()
+        if step.transitions or self._health != before:
             await self._listener(step.transitions)
+
+    async def _save(self) -> None:
+        self._save_at = float("inf")
+        problem = await asyncio.to_thread(save, self._path, self._state)
+        if problem:
+            self._save_at = time.monotonic() + _SAVE_POLLS_S
+        if problem and problem != self._save_problem:
+            self._complain("HealthStateNotSaved", problem)
+        self._save_problem = problem
 
 
 def now() -> Instant:

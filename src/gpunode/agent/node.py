@@ -75,6 +75,7 @@ class NodeAgent:
         self._held: frozenset[str] | None = None
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reporting = asyncio.Lock()
         self._slices = SliceConfig(driver=options.driver, node=options.node, mode=options.mode)
         self._registry = CollectorRegistry()
         self._feed = HealthFeed()
@@ -83,7 +84,7 @@ class NodeAgent:
         counted = msgspec.structs.replace(policy, prepare_failures=1)
         self._guard = BlackHoleGuard(self._on_black_hole, self._on_black_hole_over, policy.prepare_failures)
         state = options.state_dir / "health.json"
-        self._monitor = HealthMonitor(HealthMachine(policy=counted), state, self._on_transitions)
+        self._monitor = HealthMonitor(HealthMachine(policy=counted), state, self._on_health, self._complain)
         self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
         self._statuses = ClaimStatuses(api, options.driver)
@@ -139,9 +140,9 @@ class NodeAgent:
                 tasks.create_task(self._publisher.run())
                 tasks.create_task(self._monitor.run())
                 tasks.create_task(self._watch.run())
-                tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor))
+                tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor, self._complain))
                 tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
-                tasks.create_task(self._on_transitions(transitions))
+                tasks.create_task(self._on_health(transitions))
                 tasks.create_task(self._lookout.run())
                 tasks.create_task(self._statuses.run())
                 tasks.create_task(self._announce())
@@ -211,18 +212,28 @@ class NodeAgent:
         self._held = held
         self._publisher.poke()
 
-    async def _on_transitions(self, transitions: Sequence[Transition]) -> None:
+    async def _on_health(self, transitions: Sequence[Transition]) -> None:
+        """Returns at once: health goes on whether or not the API server answers."""
         self._publish()
         for one in transitions:
-            reason, kind = _event(one)
             logger.warning("%s %s %s: %s", one.device, one.dimension, one.change, one.message)
-            await self._recorder.emit(self._about, reason, f"{one.device}: {one.message}", kind, "WatchHealth")
+        self._later(self._report(transitions))
+
+    async def _report(self, transitions: Sequence[Transition]) -> None:
+        async with self._reporting:  # in the order in which it happened
+            for one in transitions:
+                reason, kind = _event(one)
+                await self._recorder.emit(self._about, reason, f"{one.device}: {one.message}", kind, "WatchHealth")
 
     def _on_black_hole(self, device: str, message: str) -> None:
         self._later(self._monitor.put(PrepareResult(device, message)))
 
     def _on_black_hole_over(self, device: str) -> None:
         self._later(self._monitor.put(PrepareResult(device)))
+
+    def _complain(self, reason: str, message: str) -> None:
+        """From any thread: health does not work as it should."""
+        self._on_notice(Notice(reason, message))
 
     def _on_notice(self, notice: Notice) -> None:
         """From the engine's thread or the loop's: an Event on the claim it is about, else on the node."""
@@ -234,7 +245,7 @@ class NodeAgent:
         if notice.claim is not None:
             namespace, name, uid = notice.claim
             about = ObjectRef("resource.k8s.io/v1", "ResourceClaim", name, namespace, uid)
-        await self._recorder.emit(about, notice.reason, notice.message, "Warning", "Prepare")
+        await self._recorder.emit(about, notice.reason, notice.message, "Warning", "Prepare" if notice.claim else "Observe")
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside the caller, who cannot wait."""

@@ -1,26 +1,68 @@
 """Where signals of health come from: the kernel log and NVML's events, each told to the monitor as it arrives."""
 
-import logging
+import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from gpunode.agent.monitor import HealthMonitor
+from gpunode.agent.monitor import Complain, HealthMonitor
 from gpunode.hardware import events, kmsg
 from gpunode.hardware.nvml import Nvml
 from gpunode.health.parse import Pending, parse
 from gpunode.health.signals import GpuLost, Signal, XidSignal
 
-logger = logging.getLogger(__name__)
+# Records that may wait for us; a storm that is faster for long loses its oldest.
+_WAITING = 100_000
+# While records keep coming nothing else would run: let it, this often.
+_BREATHE = 256
 
 
-async def follow_kernel_log(path: Path, monitor: HealthMonitor) -> None:
-    """Every GPU message of the kernel log from where the saved state ends. An unreadable log is retried, not fatal."""
+async def follow_kernel_log(path: Path, monitor: HealthMonitor, complain: Complain) -> None:
+    """Every GPU message of the kernel log from where the saved state ends.
+
+    A log that cannot be read is complained of and tried again for ever: meanwhile NVML alone tells of faults.
+    """
     after = monitor.kernel_sequence
     pending = Pending()
-    async with kmsg.follow(path, -1 if after is None else after, limit=100_000) as records:
+    failed = _unreadable(path, complain)
+    async with kmsg.follow(path, -1 if after is None else after, limit=_WAITING, failed=failed) as records:
+        overrun = _Overrun(path, complain)
+        count = 0
         async for record in records:
             signals, pending = parse(record.text, pending)
-            for signal in signals:
-                await monitor.put(signal, record.seq)
+            await monitor.put(*signals, kernel_sequence=record.seq)
+            count += 1
+            if count % _BREATHE == 0:
+                overrun.check(records.dropped)
+                await asyncio.sleep(0)
+
+
+class _Overrun:
+    """Complains of lines that were dropped, at most once a minute."""
+
+    def __init__(self, path: Path, complain: Complain) -> None:
+        self._path = path
+        self._complain = complain
+        self._told = 0
+        self._quiet_until = 0.0
+
+    def check(self, dropped: int) -> None:
+        if dropped == self._told or time.monotonic() < self._quiet_until:
+            return
+        self._complain("KernelLogOverrun", f"{dropped - self._told} lines of {self._path} came too fast to be read.")
+        self._told = dropped
+        self._quiet_until = time.monotonic() + 60
+
+
+def _unreadable(path: Path, complain: Complain) -> Callable[[OSError], None]:
+    def failed(error: OSError) -> None:
+        complain(
+            "KernelLogUnreadable",
+            f"{path} cannot be read ({error.strerror or error}): until it can, only NVML tells of GPU faults, and "
+            "NVSwitch errors and what XID 74 and 144 to 150 are about stay unknown.",
+        )
+
+    return failed
 
 
 async def follow_nvml(nvml: Nvml, monitor: HealthMonitor) -> None:

@@ -9,6 +9,7 @@ import os
 import select
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +42,12 @@ def parse_record(line: str) -> KernelRecord | None:
     return KernelRecord(int(fields[1]), int(fields[2]), text.rstrip("\n")[:_MAX_TEXT])
 
 
-def follow(path: Path, after: int = -1, limit: int = 4096) -> ThreadStream[KernelRecord]:
+def follow(
+    path: Path, after: int = -1, limit: int = 4096, failed: Callable[[OSError], None] | None = None
+) -> ThreadStream[KernelRecord]:
     """The log from its oldest record on, then each new one; opening replays the ring, so records whose sequence
-    number is not above `after` are left out. Never fails: a log that cannot be read is tried again and again.
+    number is not above `after` are left out. Never fails: a log that cannot be read is tried again and again, and
+    `failed` is called, from the reading thread, once for each new reason.
     """
 
     def source(put: Put[KernelRecord], stopped: threading.Event) -> None:
@@ -67,6 +71,8 @@ def follow(path: Path, after: int = -1, limit: int = 4096) -> ThreadStream[Kerne
                 if str(error) != complained:
                     logger.warning("kernel log %s cannot be read, will retry: %s", path, error)
                     complained = str(error)
+                    if failed is not None:
+                        failed(error)
                 stopped.wait(_RETRY_S if not isinstance(error, FileNotFoundError) else _POLL_S)
 
     return ThreadStream(f"kernel log {path}", source, limit)
