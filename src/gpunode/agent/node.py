@@ -245,7 +245,9 @@ class NodeAgent:
         if notice.claim is not None:
             namespace, name, uid = notice.claim
             about = ObjectRef("resource.k8s.io/v1", "ResourceClaim", name, namespace, uid)
-        await self._recorder.emit(about, notice.reason, notice.message, "Warning", "Prepare" if notice.claim else "Observe")
+        await self._recorder.emit(
+            about, notice.reason, notice.message, "Warning", "Prepare" if notice.claim else "Observe"
+        )
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside the caller, who cannot wait."""
