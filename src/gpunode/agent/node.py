@@ -13,7 +13,7 @@ from gpunode.agent.claims import LiveClaims, Lookout
 from gpunode.agent.faults import FaultOrders
 from gpunode.agent.inventory import HardwareWatch
 from gpunode.agent.machine import Machine
-from gpunode.agent.metrics import HealthCollector, serve_metrics
+from gpunode.agent.metrics import HealthCollector
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
@@ -45,6 +45,7 @@ from gpunode.model.health import Level
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.names import HELD_TAINT
 from gpunode.model.resource import ResourceSlice
+from gpunode.monitoring import serve_metrics
 from gpunode.slices.layout import SliceConfig
 from gpunode.slices.planner import plan
 from gpunode.slices.publisher import Publisher

@@ -25,6 +25,7 @@ def controller(
     identity: Annotated[
         str, typer.Option(help="Name in the leader lease; stable over restarts.", show_default="POD_NAME or host name")
     ] = "",
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves none.")] = 9402,
 ) -> None:
     """Run the gang placement controller until it is stopped.
 
@@ -38,5 +39,6 @@ def controller(
         identity=identity or os.environ.get("POD_NAME") or socket.gethostname(),
         kubeconfig=kubeconfig,
         drivers=frozenset(driver or [DEFAULT_DRIVER]),
+        metrics_port=metrics_port,
     )
-    serve(lambda: run_controller(options), (ConfigError, UnreachableError, ApiError, LostLeaseError))
+    serve(lambda: run_controller(options), (ConfigError, UnreachableError, ApiError, LostLeaseError, OSError))

@@ -84,7 +84,7 @@ def kubectl(cluster: Cluster, *arguments: str) -> str:
 def start_controller(cluster: Cluster, wish: Installation) -> None:
     """Start the controller unless it runs."""
     config = cluster.token(SYSTEM_NAMESPACE, "gpunode-controller")
-    command = [*_gpunode(wish), "controller", "--kubeconfig", str(config), "--identity", "local"]
+    command = [*_gpunode(wish), "controller", "--kubeconfig", str(config), "--identity", "local", "--metrics-port", "0"]
     cluster.processes.start(CONTROLLER, command)
 
 
