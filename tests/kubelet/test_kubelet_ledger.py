@@ -210,6 +210,25 @@ async def test_a_damaged_checkpoint_is_rebuilt_from_live_claims_before_anything_
     assert (await engine.recover()).lost is False
 
 
+async def test_admin_access_comes_back_after_what_it_looks_at(node: Machine) -> None:
+    admin, user = claim(1, result(PARTITIONS[0], adminAccess=True)), claim(2, PARTITIONS[0])  # the older one looks
+
+    async def allocated() -> list[ResourceClaim]:
+        return [admin, user]
+
+    engine = make_engine(
+        node.tmp, FakeApi(admin, user), devices=node.devices, allocated=allocated, partitioner=node.partitioner,
+        notify=node.notices.append,
+    )  # fmt: skip
+    await engine.prepare([ref(user)])
+    await engine.prepare([ref(admin)])
+    before = node.check()
+    damage(node)
+    await engine.recover()
+    await engine.adopt_lost()
+    assert node.check() == before and len(before) == 2
+
+
 async def test_a_checkpoint_that_was_removed_is_rebuilt_too(node: Machine) -> None:
     one = claim(1, GPUS[0])
 

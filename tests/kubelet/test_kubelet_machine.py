@@ -264,7 +264,8 @@ class NodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.machine.paths.checkpoint(DRIVER).exists())
     @rule(seed=st.integers(0, 10**6), kill=KILL)
     def damage_the_checkpoint(self, seed: int, kill: int | None) -> None:
-        """Claims that the API server no longer knows cannot come back from it: those are lost, and only those."""
+        """Claims that the API server no longer knows cannot come back from it: those are lost, and with them only
+        what looks at a partition of theirs."""
         path = self.machine.paths.checkpoint(DRIVER)
         raw = bytearray(path.read_bytes())
         chance = random.Random(seed)
@@ -276,8 +277,10 @@ class NodeMachine(RuleBasedStateMachine):
         else:
             raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
             path.write_bytes(raw)
-        wanted = {c.metadata.uid for c, _ in self.still_wanted()}
-        self.running = {u: v for u, v in self.running.items() if u in wanted}
+        wanted = [c for c, _ in self.still_wanted()]
+        owned = {r.device for c in wanted for r in _results(c) if not r.admin_access}
+        back = {c.metadata.uid for c in wanted if {r.device for r in _results(c)} & set(PARTITIONS) <= owned}
+        self.running = {u: v for u, v in self.running.items() if u in back}
         self.seen["brought back"] += len(self.running)
         self.heal(kill)
 

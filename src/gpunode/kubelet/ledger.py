@@ -131,31 +131,41 @@ class Ledger:
         with self.lock.held():
             loaded, entries = self._load()
             devices = self.devices()
-            back, again = [], False
+            back: list[str] = []
+            waiting: list[ResourceClaim] = []
+            refused = False
             # Where two claims were given one device, the one with a CDI file was prepared and may be running.
-            for claim in sorted(claims, key=self._likely_running):
-                meta = claim.metadata
-                here = any(r.pool == self.node.pool for r in results_of(claim, self.node.driver))
-                if meta.uid in entries or not here:
-                    continue
-                try:
-                    ref = ClaimRef(meta.namespace, meta.name, meta.uid).checked()
-                    entry = resolve(ref, claim, self.node, devices)
-                    if not entry.devices or conflict(entry, entries.values()) or not self.effects.intact(entry):
-                        continue
-                    self.effects.supported(entry)
-                    entries[entry.uid] = self.effects.apply(_with_watched_partitions(entry, entries.values()))
-                except ClaimError as error:
-                    logger.warning("cannot bring back a lost claim: %s", error)
-                    again = again or error.kind is ErrorKind.HARDWARE
-                    continue
-                back.append(entry.uid)
+            ordered = sorted(claims, key=self._likely_running)
+            for turn in (ordered, waiting):
+                for claim in turn:
+                    try:
+                        if self._bring_back(claim, entries, devices):
+                            back.append(claim.metadata.uid)
+                    except ClaimError as error:
+                        if turn is ordered and error.kind is ErrorKind.UNKNOWN_DEVICE:
+                            waiting.append(claim)  # admin access to a partition whose owner comes later
+                            continue
+                        logger.warning("cannot bring back a lost claim: %s", error)
+                        refused = refused or error.kind is ErrorKind.HARDWARE
             if back or loaded.lost:
-                self.checkpoint.save(entries, lost=again)
-            self._reconcile_files(entries, lost=again)
-            if not again:
+                self.checkpoint.save(entries, lost=refused)
+            self._reconcile_files(entries, lost=refused)
+            if not refused:
                 self._remove_strays(entries)
             return back, entries
+
+    def _bring_back(self, claim: ResourceClaim, entries: Entries, devices: Mapping[str, DeviceNodes]) -> bool:
+        """Enter one claim that is not in the book; False if there is no reason to. Raises ClaimError."""
+        meta = claim.metadata
+        here = any(r.pool == self.node.pool for r in results_of(claim, self.node.driver))
+        if meta.uid in entries or not here:
+            return False
+        entry = resolve(ClaimRef(meta.namespace, meta.name, meta.uid).checked(), claim, self.node, devices)
+        if not entry.devices or conflict(entry, entries.values()) or not self.effects.intact(entry):
+            return False
+        self.effects.supported(entry)
+        entries[entry.uid] = self.effects.apply(_with_watched_partitions(entry, entries.values()))
+        return True
 
     def load(self) -> Loaded:
         """What the book says now. Raises OSError, TimeoutError."""
