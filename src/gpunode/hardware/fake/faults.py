@@ -116,5 +116,5 @@ RECOVERY_NAMES = {
     pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: "Node Reboot Required",
     pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: "Drain P2P",
     pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: "Drain and Reset",
-    pynvml.NVML_GPU_RECOVERY_ACTION_RECOVER_IMEX_DOMAIN: "Recover IMEX Domain",
+    5: "Recover IMEX Domain",  # older bindings have no name for it
 }

@@ -7,7 +7,8 @@ from pathlib import Path
 
 # Facility kern, level err: how the NVIDIA driver logs an XID.
 _PRIORITY = 3
-_TAIL = 64 * 1024
+# Two records of the largest size.
+_TAIL = 16 * 1024
 
 
 def append(path: Path, text: str) -> None:

@@ -46,12 +46,16 @@ class FakeMachine:
             kernel_log.append(roots.kmsg, f"NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  {version}")
         return cls(state, FakeNvml(state), roots)
 
-    def inject(self, fault: Fault) -> None:
-        """Makes the fault happen now. Raises LookupError for a device this machine does not have."""
+    def inject(self, *given: Fault) -> None:
+        """Makes the faults happen now, in this order. Raises LookupError at the first one with a device that this
+        machine does not have."""
         with self.state.changed:
-            self._apply(fault)
-            self.state.save()
-            self.state.changed.notify_all()
+            try:
+                for fault in given:
+                    self._apply(fault)
+            finally:
+                self.state.save()
+                self.state.changed.notify_all()
 
     def _apply(self, fault: Fault) -> None:
         match fault:
