@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gpunode.cli import agent, cluster, controller, demo, devices, explain, faults, health
+from gpunode.cli import agent, claims, cluster, controller, demo, devices, explain, faults, health
 
 app = typer.Typer(
     name="gpunode",
@@ -36,6 +36,7 @@ controller.register(app)
 explain.register(app)
 demo.register(app)
 devices.register(app)
+claims.register(app)
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(faults.app, name="faults")
 app.add_typer(health.app, name="health")

@@ -1,0 +1,147 @@
+"""`gpunode claims`: what this node has prepared, by the agent's own book. `gpunode claim lint`: checks of manifests.
+
+Neither needs an API server.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.markup import escape
+from rich.table import Table
+
+from gpunode.cli.output import Format, console, emit, fail
+from gpunode.model.names import DEFAULT_DRIVER
+
+if TYPE_CHECKING:
+    from gpunode.kubelet.checkpoint import Entry, HeldDevice, Loaded
+
+
+Driver = Annotated[str, typer.Option(help="DRA driver name.")]
+claim = typer.Typer(help="Claims as manifests.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command()(claims)
+    app.add_typer(claim, name="claim")
+
+
+@claim.callback()
+def _group() -> None:
+    """Claims as manifests."""
+
+
+@claim.command()
+def lint(
+    file: Annotated[Path, typer.Argument(help="Claims, claim templates or device classes, YAML or JSON; - for input.")],
+    driver: Driver = DEFAULT_DRIVER,
+) -> None:
+    """Check the driver's parameters in claims, claim templates and device classes, as the node will.
+
+    Example: [bold]gpunode claim lint my-claim.yaml[/bold]
+    """
+    from gpunode.kubelet.config import lint as problems_of
+
+    try:
+        text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        fail(f"{file} cannot be read: {error}", 2)
+    found = [f"{_name(document)}: {problem}" for document in documents for problem in problems_of(document, driver)]
+    if found:
+        fail("\n".join(found))
+    typer.echo(f"{file}: {len(documents)} objects, all in order")
+
+
+def _name(document: object) -> str:
+    """Kind and name of a manifest, as far as it has them."""
+    if not isinstance(document, dict):
+        return "document"
+    metadata = document.get("metadata")
+    name = metadata.get("name", "?") if isinstance(metadata, dict) else "?"
+    return f"{document.get('kind', 'object')} {name}"
+
+
+def claims(
+    kubelet_dir: Annotated[Path, typer.Option(help="The kubelet's --root-dir.")] = Path("/var/lib/kubelet"),
+    driver: Driver = DEFAULT_DRIVER,
+    output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
+) -> None:
+    """Show the claims that this node holds, and which devices each of them has.
+
+    Example: [bold]gpunode claims -o yaml[/bold]
+    """
+    loaded = _read(kubelet_dir, driver)
+    entries = sorted(loaded.entries.values(), key=lambda e: (e.namespace, e.name))
+    if output is not Format.TABLE:
+        emit({"claims": [_plain(entry) for entry in entries], "problems": list(loaded.problems)}, output)
+    else:
+        console().print(_table(entries) if entries else "this node holds no claims")
+    if loaded.problems:
+        fail("; ".join(loaded.problems) + "; the agent sets this right from the API server")
+
+
+def _read(kubelet_dir: Path, driver: str) -> "Loaded":
+    """Ends the program where there is no agent of that driver, or no right to read its files."""
+    from gpunode.kubelet.checkpoint import CheckpointFile
+    from gpunode.kubelet.plugin import KubeletPaths
+
+    paths = KubeletPaths(kubelet_dir)
+    try:
+        if not paths.plugin_dir(driver).is_dir():
+            fail(f"no agent of {driver} has run here: there is no {paths.plugin_dir(driver)} (--kubelet-dir, --driver)")
+        return CheckpointFile(paths.checkpoint(driver)).peek()
+    except PermissionError as error:
+        fail(f"{error.filename} cannot be read: run this as root on the node")
+    except OSError as error:
+        fail(f"{paths.checkpoint(driver)} cannot be read: {error.strerror}")
+
+
+def _plain(entry: "Entry") -> dict[str, Any]:
+    return {
+        "namespace": entry.namespace,
+        "name": entry.name,
+        "uid": entry.uid,
+        "state": entry.state.value,
+        "bootID": entry.boot_id,
+        "devices": [_plain_device(entry, held) for held in entry.devices],
+    }
+
+
+def _plain_device(entry: "Entry", held: "HeldDevice") -> dict[str, Any]:
+    from gpunode.kubelet.cdi import device_id
+
+    found = {
+        "device": held.device,
+        "requests": list(held.requests),
+        "uuid": held.nodes.uuid,
+        "cdi": device_id(entry.uid, held),
+        "deviceNodes": [node.host_path for node in held.nodes.nodes],
+        "adminAccess": held.admin,
+        "shareID": held.share_id,
+        "consumedCapacity": dict(held.consumed),
+        "sharing": type(held.sharing).__name__ if held.sharing else None,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _table(entries: "list[Entry]") -> Table:
+    table = Table("CLAIM", "STATE", "DEVICE", "REQUESTS", "UUID", "HOW", box=None, pad_edge=False)
+    for entry in entries:
+        for index, held in enumerate(entry.devices):
+            how = [
+                "admin access" if held.admin else "",
+                f"share {held.share_id[:13]}" if held.share_id else "",
+                type(held.sharing).__name__ if held.sharing else "",
+            ]
+            first = (entry.key, entry.state.value) if index == 0 else ("", "")
+            table.add_row(
+                *first,
+                held.device,
+                escape(", ".join(held.requests)),
+                escape(held.nodes.uuid),
+                ", ".join(part for part in how if part),
+            )
+    return table
