@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import msgspec
@@ -18,8 +18,9 @@ from gpunode.model.names import FAULTS_CONFIGMAP, SYSTEM_NAMESPACE
 logger = logging.getLogger(__name__)
 _REMEMBERED = 1024
 
-# Carries one order out; raises LookupError for a device that is not here.
-Execute = Callable[[FaultOrder], Awaitable[None]]
+# Carries one order out; what it returns is run beside the orders that follow. Raises LookupError for a device that is
+# not here, ValueError for a scenario that is not one, OSError when the fake's files cannot be written.
+Execute = Callable[[FaultOrder], Awaitable[Coroutine[None, None, None] | None]]
 
 
 class FaultOrders:
@@ -46,7 +47,7 @@ class FaultOrders:
         """Follow the ConfigMap until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._cache.run())
-            tasks.create_task(self._work())
+            tasks.create_task(self._work(tasks))
 
     def _on_change(self, _key: str, config: ConfigMap | None) -> None:
         text = config.data.get(self._about.name) if config is not None else None
@@ -57,7 +58,7 @@ class FaultOrders:
         self._problems = problems
         self._wake.set()
 
-    async def _work(self) -> None:
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -66,22 +67,27 @@ class FaultOrders:
                 await self._recorder.emit(self._about, "FaultOrderRefused", problem, "Warning", "Inject")
             pending, self._pending = self._pending, []
             for order in pending:
-                await self._carry_out(order)
+                rest = await self._carry_out(order)
+                if rest is not None:
+                    tasks.create_task(rest)
 
-    async def _carry_out(self, order: FaultOrder) -> None:
-        # Remembered first: an order that ends this process must not end the next one too.
-        self._done = [*self._done, order.id][-_REMEMBERED:]
-        write_atomic(self._file, msgspec.json.encode(self._done), durable=True)
-        what = f"xid {order.xid}" if order.xid is not None else "recovery"
+    async def _carry_out(self, order: FaultOrder) -> Coroutine[None, None, None] | None:
+        what = "scenario" if order.scenario else f"xid {order.xid}" if order.xid is not None else "recovery"
+        what += f" on {order.device}" if order.device else ""
         try:
-            await self._execute(order)
-        except LookupError as error:
+            self._remember(order.id)
+            rest = await self._execute(order)
+        except (LookupError, ValueError, OSError) as error:
             await self._recorder.emit(self._about, "FaultOrderRefused", f"{order.id}: {error}", "Warning", "Inject")
-            return
-        logger.warning("fault order %s: %s on %s", order.id, what, order.device)
-        await self._recorder.emit(
-            self._about, "FaultInjected", f"order {order.id}: {what} on {order.device}", "Normal", "Inject"
-        )
+            return None
+        logger.warning("fault order %s: %s", order.id, what)
+        await self._recorder.emit(self._about, "FaultInjected", f"order {order.id}: {what}", "Normal", "Inject")
+        return rest
+
+    def _remember(self, order: str) -> None:
+        """Before it is carried out: an order that ends this process must not end the next one too."""
+        self._done = [*self._done, order][-_REMEMBERED:]
+        write_atomic(self._file, msgspec.json.encode(self._done), durable=True)
 
 
 def _load(path: Path) -> list[str]:

@@ -1,18 +1,35 @@
 """The machine under the agent: the real one, or a fake one that looks the same from here on up."""
 
 import asyncio
+import logging
 import stat
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from gpunode.agent.options import AgentOptions
-from gpunode.hardware.fake import FakeMachine, Recover, Xid
+from gpunode.hardware.fake import FakeMachine, Fault, Recover, Xid
+from gpunode.hardware.fake.faults import parse_fault
 from gpunode.hardware.nvml import Nvml, load_nvml
 from gpunode.hardware.roots import Roots
+from gpunode.health.scenario import TimedFault, expand, parse_scenario
 from gpunode.model.faults import FaultOrder
 
+logger = logging.getLogger(__name__)
 _KMSG = Path("/dev/kmsg")
+# Faults of a scenario that are this close together happen together; the hardware is looked at this often meanwhile.
+_TOGETHER_S = 0.01
+_LOOK_S = 0.5
+_MAX_TOGETHER = 1000
+
+# Called when the hardware has changed and is worth a look.
+Changed = Callable[[], None]
+# Carries an order out; what is returned is still to be run (a scenario takes its time). Raises LookupError for a device
+# that is not here, ValueError for a scenario that is not one.
+Execute = Callable[[FaultOrder, Changed], Awaitable[Coroutine[None, None, None] | None]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,7 @@ class Machine:
 
     nvml: Nvml
     roots: Roots
-    execute: Callable[[FaultOrder], Awaitable[None]] | None = None
+    execute: Execute | None = None
 
 
 def open_machine(options: AgentOptions) -> Machine:
@@ -30,11 +47,43 @@ def open_machine(options: AgentOptions) -> Machine:
         return Machine(load_nvml(), Roots.real())
     fake = FakeMachine.create(options.board, options.node, options.fake_root, _own_kernel_log())
 
-    async def execute(order: FaultOrder) -> None:
+    async def execute(order: FaultOrder, changed: Changed) -> Coroutine[None, None, None] | None:
+        if order.scenario:
+            scenario = parse_scenario(order.scenario, f"order {order.id}")
+            return _play(fake, expand(scenario, len(fake.state.gpus)), changed)
         fault = Recover(device=order.device) if order.xid is None else Xid(device=order.device, code=order.xid)
         await asyncio.to_thread(fake.inject, fault)
+        changed()
+        return None
 
     return Machine(fake.nvml, fake.roots, execute)
+
+
+async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Changed) -> None:
+    """Each fault at its time. A disk that is full ends it, and is told."""
+    began = looked = time.monotonic()
+    due: list[Fault] = []
+
+    async def happen() -> None:
+        nonlocal looked
+        await asyncio.to_thread(fake.inject, *due)
+        due.clear()
+        if time.monotonic() - looked >= _LOOK_S:
+            looked = time.monotonic()
+            changed()
+
+    try:
+        for timed in script:
+            wait = began + timed.at - time.monotonic()
+            if due and (wait > _TOGETHER_S or len(due) >= _MAX_TOGETHER):
+                await happen()
+            if wait > _TOGETHER_S:
+                await asyncio.sleep(began + timed.at - time.monotonic())
+            due.append(parse_fault(msgspec.json.encode(timed.fault)))
+        await happen()
+    except (OSError, LookupError) as error:
+        logger.error("a fault scenario ended early: %s", error)
+    changed()
 
 
 def _own_kernel_log() -> Path | None:

@@ -160,14 +160,14 @@ class NodeAgent:
         await self._plugin.registered.wait()
         logger.info("ready: slices published, plugin registered with the kubelet")
 
-    async def _execute(self, order: FaultOrder) -> None:
+    async def _execute(self, order: FaultOrder) -> Coroutine[None, None, None] | None:
         """Carry out an order on the fake machine. A recovery is a board put right by a person, and told so."""
         if self._machine.execute is None:
             raise LookupError("this agent runs on real hardware")
-        await self._machine.execute(order)
+        rest = await self._machine.execute(order, self._watch.wake)
         if order.recover:
             await self._monitor.put(OperatorClear(device=order.device, by=f"fault order {order.id}"))
-        self._watch.wake()
+        return rest
 
     def _device_nodes(self) -> dict[str, DeviceNodes]:
         gpus = self._inventory.gpus

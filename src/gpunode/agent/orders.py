@@ -23,17 +23,19 @@ class _Event(ApiStruct, frozen=True):
     message: str = ""
 
 
-def new_order(device: str, xid: int | None = None, recover: bool = False) -> FaultOrder:
+def new_order(device: str = "", xid: int | None = None, recover: bool = False, scenario: str = "") -> FaultOrder:
     """An order with a fresh id."""
     at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return FaultOrder(id=uuid.uuid4().hex[:12], device=device, xid=xid, recover=recover, at=at)
+    return FaultOrder(id=uuid.uuid4().hex[:12], device=device, xid=xid, recover=recover, scenario=scenario, at=at)
 
 
 async def give_order(api: Api, node: str, order: FaultOrder) -> None:
     """Hand an order to a node's agent and wait for its answer.
 
-    Raises OrderError for an unknown node or device, a refusal, or no answer within ten seconds.
+    Raises OrderError for an impossible order, an unknown node or device, a refusal, or no answer within ten seconds.
     """
+    if problem := order.problem():
+        raise OrderError(problem)
     await _check_target(api, node, order.device)
     await _append(api, node, order)
     loop = asyncio.get_running_loop()
@@ -61,7 +63,7 @@ async def _check_target(api: Api, node: str, device: str) -> None:
     if not slices:
         raise OrderError(f"there is no node {node} with GPUs of {DEFAULT_DRIVER}; see kubectl get resourceslices")
     names = sorted(d.name for s in slices for d in s.spec.devices)
-    if device not in names:
+    if device and device not in names:
         raise OrderError(f"node {node} has no device {device}; it has {', '.join(names) or 'none'}")
 
 

@@ -45,6 +45,47 @@ def recover(node: Node, device: Device, kubeconfig: Kubeconfig = None) -> None:
     console().print(f"{device} of {node} is itself again")
 
 
+@app.command()
+def play(
+    scenario: Annotated[str, typer.Argument(help="Name, as in gpunode faults scenarios, or a YAML file.")],
+    node: Node,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Play a fault scenario on a node's fake GPUs: each step at its time, from now on.
+
+    Example: [bold]gpunode faults play two-faults-one-ends --node gpu-node-0[/bold]
+    """
+    import msgspec
+
+    from gpunode.agent.orders import new_order
+    from gpunode.health.scenario import ScenarioError, load_scenario
+
+    try:
+        script = load_scenario(scenario)
+    except ScenarioError as error:
+        fail(str(error), 2)
+    _give(node, new_order(scenario=msgspec.json.encode(script).decode()), kubeconfig)
+    console().print(
+        f"{script.name} begins on {node} and takes {script.seconds:g} s: {script.description}", markup=False
+    )
+
+
+@app.command()
+def scenarios() -> None:
+    """List the fault scenarios that come with gpunode.
+
+    Example: [bold]gpunode faults scenarios[/bold]
+    """
+    from rich.table import Table
+
+    from gpunode.health.scenario import load_scenario, scenario_names
+
+    table = Table("NAME", "SECONDS", "WHAT HAPPENS", box=None, pad_edge=False)
+    for script in map(load_scenario, scenario_names()):
+        table.add_row(script.name, f"{script.seconds:g}", script.description)
+    console().print(table)
+
+
 def _give(node: str, order: FaultOrder, kubeconfig: Kubeconfig) -> None:
     from gpunode.agent.orders import OrderError, give_order
     from gpunode.kube.client import Api

@@ -162,6 +162,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps: Annotated[tuple[Step, ...], Meta(min_length=1, max_length=1000)]
     expect: dict[Annotated[int, Meta(ge=0, le=63)], Level] = {}
 
+    @property
+    def seconds(self) -> float:
+        """From the start to the last fault."""
+        return max(step.at + (step.seconds if isinstance(step, Storm) else 0) for step in self.steps)
+
 
 @dataclass(frozen=True, order=True)
 class TimedFault:
