@@ -73,7 +73,7 @@ def test_an_agent_token_that_is_not_bound_to_a_node_writes_nothing(cluster: Clus
         ("gpunode-agent", "list", "pods", False),
         ("gpunode-agent", "get", "nodes", True),
         ("gpunode-controller", "delete", "pods", False),
-        ("gpunode-controller", "create", "pods/binding", False),
+        ("gpunode-controller", "update", "pods", False),
         ("gpunode-controller", "get", "secrets", False),
         ("gpunode-controller", "get", "configmaps", False),
         ("gpunode-controller", "update", "resourceslices", False),

@@ -21,6 +21,7 @@ from gpunode.kube.kinds import CLAIMS, JOBS, PODS
 from gpunode.model.core import Job, Pod, PodGroup
 from gpunode.model.gang import (
     Action,
+    Bind,
     ClaimAllocation,
     EnsureTaintRule,
     Evict,
@@ -76,6 +77,8 @@ class Committer:
                 await self._evict(action)
             case Resume():
                 await self._resume(action)
+            case Bind():
+                await self._bind(action)
             case Release():
                 await self._take_back(action)
             case Report():
@@ -130,6 +133,20 @@ class Committer:
                 claim = self._seen(await self._api.patch(CLAIMS.path_of(one.claim), add_finalizer))
             body = patches.allocate(claim.metadata.resource_version, one.allocation, consumers)
             return self._seen(await self._api.patch(CLAIMS.path_of(one.claim, "status"), body))
+
+    async def _bind(self, bind: Bind) -> None:
+        pod = self._world.caches.pods.items[bind.pod]
+        if pod.spec.node_name:
+            return
+        body = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": pod.metadata.name, "namespace": pod.metadata.namespace, "uid": pod.metadata.uid},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": bind.node},
+        }
+        await self._api.create(PODS.path_of(bind.pod, "binding"), body)
+        note = f"bound to {bind.node}: finished members of its group leave kube-scheduler waiting for minCount"
+        await self._recorder.emit(_pod_ref(pod), "BoundByController", note, "Normal", "Bind")
 
     async def _take_back(self, release: Release) -> None:
         claims = [self._world.caches.claims.items[key] for key in release.claims]

@@ -234,6 +234,18 @@ class Board:
             room.give(needs)
         return misfit
 
+    def stays(self, pod: Pod, node: str) -> bool:
+        """Whether a node takes a pod that is counted on it already (it is released and pinned there)."""
+        needs = self.derived.needs(pod)
+        known = self.snapshot.nodes.get(node)
+        if known is None or not isinstance(needs, PodNeeds) or static_misfit(needs, known) is not None:
+            return False
+        room = self._rooms[node]
+        room.give(needs)
+        misfit = room.misfit(needs)
+        room.take(needs)
+        return misfit is None
+
     def match(self, unit: Unit, node: str) -> Match:
         """Raises SelectorError. The unit must have an ask."""
         assert unit.ask is not None  # noqa: S101

@@ -8,6 +8,7 @@ from gpunode.gang.board import Board
 from gpunode.gang.derived import Derived, View
 from gpunode.gang.faults import react, resumes
 from gpunode.gang.gangs import GangState, find_gangs
+from gpunode.gang.quorum import bindings
 from gpunode.gang.settled import afterwards
 from gpunode.model.gang import Action, Config, EnsureTaintRule, Report, Snapshot
 from gpunode.model.names import MANAGED_TAINT
@@ -56,6 +57,7 @@ def _queue(board: Board, states: Iterable[GangState], stopped: set[str], now: da
     for state in states:
         if state.gang.key in stopped:
             continue
+        actions += bindings(board, state)
         if not state.waiting:
             reason = afterwards(state, board.snapshot, now, config)
             if reason is not None:

@@ -144,6 +144,15 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Bind:
+    """Bind a placed member ourselves, where kube-scheduler never will (see gpunode.gang.quorum)."""
+
+    gang: str
+    pod: str
+    node: str
+
+
+@dataclass(frozen=True)
 class Report:
     """The one current reason of a gang, to be shown on its PodGroup (or pod)."""
 
@@ -158,4 +167,4 @@ class EnsureTaintRule:
     driver: str
 
 
-Action = Place | Evict | Resume | Release | Report | EnsureTaintRule
+Action = Place | Evict | Resume | Release | Bind | Report | EnsureTaintRule
