@@ -200,6 +200,16 @@ async def test_event_watch_survives_a_driver_reload(machine: FakeMachine) -> Non
         assert (await asyncio.wait_for(anext(stream), 5)).code == 94
 
 
+async def test_a_gpu_that_was_lost_from_the_start_is_watched_once_it_is_back(machine: FakeMachine) -> None:
+    machine.inject(Lost(device=FIRST))
+    async with events.watch(machine.nvml) as stream:
+        await _watching(machine, set(range(1, 8)))
+        machine.inject(Recover(device=FIRST))
+        await _watching(machine, set(range(8)))
+        machine.inject(Xid(device=FIRST, code=13))
+        assert (await asyncio.wait_for(anext(stream), 5)).code == 13
+
+
 async def _watching(machine: FakeMachine, gpus: set[int]) -> None:
     async with asyncio.timeout(10):
         while not any(set(e.masks) == gpus for e in list(machine.state.event_sets.values())):

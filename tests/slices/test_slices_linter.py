@@ -73,6 +73,20 @@ BAD_DEVICES = {
         ),
         "one step must be within 1Gi",
     ),
+    "list and range": (
+        device(
+            allow_multiple_allocations=True,
+            capacity={
+                "m": Capacity(
+                    value="4Gi",
+                    request_policy=RequestPolicy(
+                        default="1Gi", valid_values=("1Gi",), valid_range=ValidRange(min="1Gi", max="2Gi")
+                    ),
+                )
+            },
+        ),
+        "both a list and a range",
+    ),
     "two bytes a letter": (device(attributes={"a": Attribute(string="ä" * 33)}), "66 bytes, the limit is 64"),
     "range": (
         device(

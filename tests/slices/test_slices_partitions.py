@@ -152,6 +152,19 @@ def test_static_instances_are_what_the_administrator_made(h100: FakeMachine) -> 
     assert not any(n.startswith("gpu-0000-1b") for n in devices(plan(inventory, NodeHealth(), config("none"))))
 
 
+def test_an_instance_cut_into_two_is_two_devices(h100: FakeMachine) -> None:
+    make_instance(h100, 0, "3g.40gb", 4)
+    inventory = discover(h100.nvml, h100.roots, NODE)
+    first = inventory.gpus[0]
+    cut = replace(first, mig=(*first.mig, replace(first.mig[0], uuid="MIG-second", compute_instance=1)))
+    slices = plan(replace(inventory, gpus=(cut,)), NodeHealth(), config("static"))
+    assert lint(slices) == ()
+    assert {n: d.attributes["uuid"].string for n, d in devices(slices).items()} == {
+        "gpu-0000-1b-00-0-mig-3g-40gb-4": first.mig[0].uuid,
+        "gpu-0000-1b-00-0-mig-3g-40gb-4-ci1": "MIG-second",
+    }
+
+
 def test_a_partition_in_use_keeps_its_gpus_old_layout(h100: FakeMachine) -> None:
     inventory = discover(h100.nvml, h100.roots, NODE)
     before = served(plan(inventory, NodeHealth(), config("dynamic")))

@@ -45,10 +45,12 @@ class NvmlEvent:
 
 @dataclass
 class _Watch:
-    """One event set and the GPUs in it, by handle value."""
+    """One event set and the GPUs in it, by handle value. answering: how many of `total` GPUs did when it was made."""
 
     events: Handle
     gpus: dict[int, tuple[PciAddress, str, Handle]]
+    total: int
+    answering: int = 0
 
 
 def watch(nvml: Nvml, limit: int = 1024, clock: Callable[[], float] = time.monotonic) -> ThreadStream[NvmlEvent]:
@@ -78,7 +80,7 @@ def _watch_once(
             try:
                 data = nvml.nvmlEventSetWait_v2(current.events, _WAIT_MS)
             except pynvml.NVMLError_Timeout:
-                if lost and _count(nvml) != len(current.gpus):
+                if current.answering < current.total and _answering(nvml) != current.answering:
                     return
                 continue
             except pynvml.NVMLError_GpuIsLost:
@@ -96,11 +98,12 @@ def _watch_once(
 
 
 def _register(nvml: Nvml) -> _Watch:
-    current = _Watch(nvml.nvmlEventSetCreate(), {})
+    current = _Watch(nvml.nvmlEventSetCreate(), {}, nvml.nvmlDeviceGetCount())
     try:
-        for index in range(nvml.nvmlDeviceGetCount()):
+        for index in range(current.total):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                current.answering += 1
                 pci, uuid = pci_address(nvml.nvmlDeviceGetPciInfo_v3(handle)), text(nvml.nvmlDeviceGetUUID(handle))
                 mask = (optional(nvml.nvmlDeviceGetSupportedEventTypes, handle) or 0) & _WANTED
                 if mask:
@@ -138,7 +141,7 @@ def _is_lost(nvml: Nvml, handle: Handle) -> bool:
     return False
 
 
-def _count(nvml: Nvml) -> int:
+def _answering(nvml: Nvml) -> int:
     """How many GPUs answer now."""
     answering = 0
     for index in range(nvml.nvmlDeviceGetCount()):
