@@ -17,6 +17,7 @@ from gpunode.agent.metrics import HealthCollector
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
+from gpunode.agent.succession import Succession
 from gpunode.hardware.nodes import device_nodes
 from gpunode.hardware.partitions import MigPartitioner
 from gpunode.hardware.rescan import Scanner
@@ -91,10 +92,12 @@ class NodeAgent:
         self._statuses = ClaimStatuses(api, options.driver)
         self._engine, second_look = self._make_engine()
         self._lookout = Lookout(second_look.run, self._on_held)
+        paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
+        self._succession = Succession(paths, options.driver, options.instance, self._publisher.poke)
         self._plugin = KubeletPlugin(
             options.driver,
             options.node,
-            KubeletPaths(options.kubelet_dir, options.cdi_dir),
+            paths,
             self._engine,
             self._feed,
             on_registered=self._on_registered,
@@ -131,7 +134,7 @@ class NodeAgent:
     async def run(self) -> None:
         """Serve the node until cancelled. Raises PluginError when the kubelet cannot be served."""
         self._registry.register(HealthCollector(lambda: (self._monitor.state, self._monitor.health)))
-        serve_metrics(self._registry, self._options.metrics_port)
+        serve_metrics(self._registry, self._options.metrics_port, self._missing)
         transitions = await asyncio.to_thread(self._monitor.start, self._inventory.boot_id, device_map(self._inventory))
         await self._engine.recover()
         self._publish()
@@ -144,6 +147,7 @@ class NodeAgent:
                 tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor, self._complain))
                 tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
                 tasks.create_task(self._on_health(transitions))
+                tasks.create_task(self._succession.run())
                 tasks.create_task(self._lookout.run())
                 tasks.create_task(self._statuses.run())
                 tasks.create_task(self._announce())
@@ -174,7 +178,14 @@ class NodeAgent:
         dynamic = frozenset(device_name(g.pci) for g in gpus if self._slices.mode_of(g) == "dynamic")
         return device_nodes(self._inventory, self._machine.roots, dynamic)
 
-    def _plan(self, existing: Sequence[ResourceSlice]) -> tuple[ResourceSlice, ...]:
+    def _missing(self) -> str:
+        """What keeps this agent from being ready, for the probe that a rolling update waits for."""
+        parts = {"slices": self._publisher.published, "the kubelet": self._plugin.registered}
+        return " and ".join(name for name, event in parts.items() if not event.is_set())
+
+    def _plan(self, existing: Sequence[ResourceSlice]) -> tuple[ResourceSlice, ...] | None:
+        if self._succession.superseded:
+            return None
         held = _published_as_held(existing) if self._held is None else self._held
         return plan(self._inventory, self._monitor.health, self._slices, existing, self._in_use, held)
 

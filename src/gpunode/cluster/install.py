@@ -28,15 +28,19 @@ CONTROLLER: Final = "gpunode-controller"
 
 @dataclass(frozen=True)
 class Installation:
-    """What to install: `profile` is a board of fake_gpus/boards (or a file) that every node gets."""
+    """What to install: `profile` is a board of fake_gpus/boards (or a file) that every node gets.
+
+    metrics_port: of the agents; they share the host's ports, so only one agent can have it. 0: no metrics.
+    """
 
     profile: str = "dgx-a100-80"
     verbose: bool = False
+    metrics_port: int = 0
 
 
-def agent_name(node: str) -> str:
+def agent_name(node: str, instance: str = "") -> str:
     """Process name of a node's agent."""
-    return process_name(node, "gpunode-agent")
+    return process_name(node, f"gpunode-agent-{instance}" if instance else "gpunode-agent")
 
 
 def install(cluster: Cluster, wish: Installation, report: Callable[[str, float], None]) -> None:
@@ -88,8 +92,11 @@ def start_controller(cluster: Cluster, wish: Installation) -> None:
     cluster.processes.start(CONTROLLER, command)
 
 
-def start_agent(cluster: Cluster, node: Node, wish: Installation) -> None:
-    """Start one node's agent, in the node's mount namespace, unless it runs."""
+def start_agent(cluster: Cluster, node: Node, wish: Installation, instance: str = "") -> None:
+    """Start one node's agent, in the node's mount namespace, unless it runs.
+
+    instance: of several agents that are there at the same time, as in a rolling update.
+    """
     config = cluster.token(SYSTEM_NAMESPACE, "gpunode-agent", node.name)
     command = [
         *node.enter,
@@ -97,9 +104,9 @@ def start_agent(cluster: Cluster, node: Node, wish: Installation) -> None:
         *("agent", "--node-name", node.name, "--kubeconfig", str(config)),
         *("--backend", "fake", "--profile", wish.profile),
         *("--fake-root", str(node.state / "fake"), "--state-dir", str(node.state / "gpunode")),
-        *("--metrics-port", "0"),
+        *("--metrics-port", str(wish.metrics_port), "--instance", instance),
     ]
-    cluster.processes.start(agent_name(node.name), command)
+    cluster.processes.start(agent_name(node.name, instance), command)
 
 
 def _gpunode(wish: Installation) -> list[str]:
