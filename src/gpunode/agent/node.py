@@ -78,7 +78,9 @@ class NodeAgent:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reporting = asyncio.Lock()
-        self._slices = SliceConfig(driver=options.driver, node=options.node, mode=options.mode)
+        self._slices = SliceConfig(
+            driver=options.driver, node=options.node, mode=options.mode, managed_taint=options.managed_taint
+        )
         self._registry = CollectorRegistry()
         self._feed = HealthFeed()
         policy = load_policy(options.health_policy)

@@ -12,6 +12,7 @@ class AgentOptions:
     """Settings of one agent. `board` is the fake machine's board; None means real GPUs through NVML.
 
     mode: how GPUs are given out, see SliceConfig. health_policy: YAML file, see docs/health.md.
+    managed_taint: publish the taint that keeps kube-scheduler off, for clusters without DeviceTaintRules.
     """
 
     node: str
@@ -26,3 +27,4 @@ class AgentOptions:
     metrics_port: int
     mode: GpuMode = "static"
     health_policy: Path | None = None
+    managed_taint: bool = False

@@ -43,6 +43,14 @@ def agent(
     state_dir: Annotated[Path, typer.Option(help="Where health and its history are kept.")] = Path("/var/lib/gpunode"),
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves none.")] = 9401,
     mode: Annotated[Mode, typer.Option(help="How GPUs are given out: whole, as MIG instances, shared.")] = Mode.STATIC,
+    managed_taint: Annotated[
+        bool,
+        typer.Option(
+            "--managed-taint",
+            help="Keep kube-scheduler off these devices by a taint in the slices, where the cluster serves no "
+            "DeviceTaintRules (the default of Kubernetes 1.36). Only with the gang controller.",
+        ),
+    ] = False,
     health_policy: Annotated[
         Path | None, typer.Option(help="Health policy file; see docs/health.md.", show_default=False)
     ] = None,
@@ -74,5 +82,6 @@ def agent(
         metrics_port=metrics_port,
         mode=mode.value,
         health_policy=health_policy,
+        managed_taint=managed_taint,
     )
     serve(lambda: run_agent(options), EXPECTED_ERRORS)
