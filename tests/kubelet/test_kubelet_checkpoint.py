@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from kubelet_fakes import gpu_nodes, uid
 
-from gpunode.kubelet.checkpoint import QUARANTINED, CheckpointFile, Entry, HeldDevice, Loaded, State
+from gpunode.kubelet.checkpoint import MAX_BYTES, QUARANTINED, CheckpointFile, Entry, HeldDevice, Loaded, State
 from gpunode.kubelet.config import Interval, Mps, TimeSlicing
+from gpunode.kubelet.files import write_atomic
 from gpunode.model.injection import DeviceNode, DeviceNodes, Mount
 
 
@@ -61,6 +62,19 @@ def test_a_damaged_file_is_set_aside_and_reported(tmp_path: Path, damage: Callab
     assert re.search(says, problem) and "damaged-0" in problem
     assert (tmp_path / "checkpoint.json.damaged-0").read_bytes() == broken
     assert file.load().problems == ()
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with (tmp_path / "checkpoint.json").open("wb") as file:
+        file.truncate(MAX_BYTES + 2)
+    assert "larger than" in CheckpointFile(tmp_path / "checkpoint.json").peek().problems[0]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "target", b"x", durable=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]
 
 
 def test_one_bad_entry_costs_its_own_claim_only(tmp_path: Path) -> None:

@@ -314,6 +314,27 @@ async def test_a_drivers_surprise_is_its_own_claims_error(node: Machine, monkeyp
     assert set(node.check()) == {whole.metadata.uid}
 
 
+def test_what_cannot_be_rolled_back_is_held_told_and_repaired_later(node: Machine) -> None:
+    """The second partition cannot be made, and then the first is busy."""
+    node.partitioner.broken.add(PARTITIONS[1])
+    node.partitioner.in_use.add(PARTITIONS[0])
+    one = claim(1, *PARTITIONS)
+    assert "Unknown Error" in fails(prepare(node, one)[0], ErrorKind.HARDWARE)
+    assert cdi_files(node.tmp) == {}
+    assert node.ledger().repair()[0].rolled_back == 0
+    assert "ns/claim-1" in fails(prepare(node, claim(2, PARTITIONS[0]))[0], ErrorKind.HELD)
+    node.partitioner.in_use.clear()
+    assert node.ledger().repair()[0].rolled_back == 1
+    assert node.check() == {}
+
+
+def test_a_stray_that_cannot_be_removed_is_told(node: Machine) -> None:
+    (node.partitioner.directory / f"{PARTITIONS[0]}.gi").touch()
+    node.partitioner.in_use.add(PARTITIONS[0])
+    assert node.ledger().repair()[0].strays_removed == ()
+    assert [n.reason for n in node.notices] == ["HardwareUnrepaired"] and "In use" in node.notices[0].message
+
+
 async def test_a_rebuild_that_hardware_refuses_is_tried_again(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     one = claim(1, PARTITIONS[0])
 
@@ -389,6 +410,11 @@ async def test_a_disk_that_refuses_is_an_error_and_not_a_crash(tmp_path: Path) -
     fails((await engine.prepare([ref(one)]))[one.metadata.uid], ErrorKind.STORAGE)
     (directory / ".checkpoint.json.tmp").rmdir()
     assert not isinstance((await engine.prepare([ref(one)]))[one.metadata.uid], ClaimError)
+    (directory / ".checkpoint.json.tmp").mkdir()
+    fails((await engine.unprepare([ref(one)]))[one.metadata.uid], ErrorKind.STORAGE)
+    (directory / ".checkpoint.json.tmp").rmdir()
+    assert await engine.unprepare([ref(one)]) == {one.metadata.uid: None}
+    assert Machine(tmp_path).check() == {}
 
 
 async def test_a_cdi_directory_that_refuses_is_told_to_the_claim(tmp_path: Path) -> None:

@@ -218,6 +218,27 @@ async def test_a_kubelet_that_does_not_come_is_complained_about_once(
         await until(lambda: complaints() == 2)
 
 
+async def test_a_socket_that_cannot_be_bound_is_said_and_nothing_is_left(tmp_path: Path, paths: KubeletPaths) -> None:
+    paths.prepare(DRIVER)
+    paths.registration_socket(DRIVER).mkdir()
+    plugin = KubeletPlugin(DRIVER, POOL, paths, make_engine(tmp_path, FakeApi()), HealthFeed())
+    with pytest.raises(PluginError, match=r"cannot serve .*reg\.sock"):
+        await plugin.start()
+    assert list(paths.plugin_dir(DRIVER).glob("*.sock")) == []
+
+
+async def test_a_registry_that_cannot_be_used_for_a_while_is_used_again(
+    tmp_path: Path, paths: KubeletPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, paths, FakeApi()):
+        shutil.rmtree(paths.registry)
+        paths.registry.touch()
+        await until(lambda: any("trying again" in r.getMessage() for r in caplog.records))
+        paths.registry.unlink()
+        await until(lambda: paths.registry.is_dir() and FakeKubelet(paths).sockets() != [])
+        await FakeKubelet(paths).register(FakeKubelet(paths).sockets()[0])
+
+
 async def test_no_kubelet_and_long_paths_are_said_plainly(tmp_path: Path) -> None:
     absent = KubeletPaths(tmp_path / "nowhere", tmp_path / "cdi")
     plugin = KubeletPlugin(DRIVER, POOL, absent, make_engine(tmp_path, FakeApi()), HealthFeed())

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubelet_fakes import GPUS, PARTITIONS, FakeApi, Machine, claim, gpu_config, make_engine, ref, result
+from kubelet_fakes import GPUS, PARTITIONS, FakeApi, Machine, claim, gpu_config, gpu_nodes, make_engine, ref, result
 from prometheus_client import CollectorRegistry
 
-from gpunode.kubelet.checkpoint import Entry
+from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
+from gpunode.kubelet.config import Interval, Mps, TimeSlicing
 from gpunode.kubelet.errors import ClaimError
 from gpunode.kubelet.guard import BlackHoleGuard
 from gpunode.kubelet.health import DeviceReport
@@ -262,6 +263,35 @@ def test_a_partition_is_not_blamed_for_its_gpus_users() -> None:
     nodes = (DeviceNode("/dev/nvidia0", "/dev/nvidia0"), DeviceNode("/dev/nvidia-caps/nvidia-cap12", "/dev/x"))
     assert own_nodes(DeviceNodes(uuid="MIG", parent="gpu-0", nodes=nodes)) == ["/dev/nvidia-caps/nvidia-cap12"]
     assert own_nodes(DeviceNodes(uuid="GPU", nodes=nodes[:1])) == ["/dev/nvidia0"]
+
+
+def test_status_devices_say_how_a_device_is_shared() -> None:
+    def phrase(sharing: TimeSlicing | Mps | None, **more: Any) -> str:
+        held = HeldDevice(GPUS[0], "node-1", ("r",), gpu_nodes(0), sharing=sharing, **more)
+        entry = Entry("u", "ns", "c", "b", State.STARTED, (held,))
+        (status,) = device_statuses(entry, "gpu.gpunode.dev", {}, "2026-01-01T00:00:00Z")
+        assert [(c["type"], c["status"]) for c in status["conditions"]] == [("Prepared", "False")]
+        assert status["data"].get("adminAccess", False) == more.get("admin", False)
+        return str(status["data"].get("sharing", ""))
+
+    assert phrase(None) == phrase(None, admin=True) == ""
+    assert phrase(TimeSlicing(Interval.LONG)) == "time slicing, interval Long"
+    assert phrase(Mps(25, 1024)) == "MPS, 25 % of threads, 1024 bytes pinned"
+    assert phrase(Mps(), share_id="s") == "MPS"
+    assert phrase(TimeSlicing(), share_id="s").startswith("time slicing, interval Default; share is accounting only")
+
+
+async def test_a_second_look_that_cannot_rebuild_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def away() -> list[ResourceClaim]:
+        raise ConnectionError("API server away")
+
+    machine = Machine(tmp_path)
+    machine.paths.checkpoint("gpu.gpunode.dev").write_bytes(b"broken")
+    api = FakeApi()
+    engine = make_engine(tmp_path, api, allocated=away, notify=machine.notices.append)
+    findings = await SecondLook(engine, api, machine.notices.append).run()
+    assert findings.repairs.lost and "API server away" in caplog.text
+    assert (await SecondLook(engine, api, machine.notices.append).run()).repairs.lost
 
 
 async def test_status_devices_say_what_a_person_wants_to_know(tmp_path: Path) -> None:
