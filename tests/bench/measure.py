@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.story import Break, stage
-from tests.bench import agents
+from tests.bench import agents, bench_health
 from tests.bench.bench_decide import bench_decide
 from tests.bench.bench_prepare import prepare8_ms
 from tests.bench.bench_slices import discover8_ms, plan16_ms
@@ -43,6 +43,10 @@ FIGURES = (
     Figure("agent.start_s", "s", "max", "start", cluster=True),
     Figure("agent.rss_mb", "MB", "max", "rss", cluster=True),
     Figure("agent.cpu_idle_percent", "% of a core", "max", "idle", cluster=True),
+    Figure("health.taint_p99_ms", "ms", "p99", "fault", cluster=True),
+    Figure("health.pod_status_p99_ms", "ms", "p99", "fault", cluster=True),
+    Figure("health.storm_api_writes", "writes", "max", "storm", cluster=True),
+    Figure("health.storm_settle_s", "s", "max", "storm", cluster=True),
     Figure("story.pod_status_s", "s", "max", "story", cluster=True),
     Figure("story.evicted_s", "s", "max", "story", cluster=True),
     Figure("story.running_again_s", "s", "max", "story", cluster=True),
@@ -70,6 +74,16 @@ def summarise(figure: Figure, samples: Samples) -> Measurement:
 def _decide() -> dict[str, Samples]:
     found = bench_decide()
     return {"gang.decide_place_ms": found["place"], "gang.decide_waiting_ms": found["waiting"]}
+
+
+def _fault(cluster: Cluster) -> dict[str, Samples]:
+    found = bench_health.latency_ms(cluster)
+    return {"health.taint_p99_ms": found["taint"], "health.pod_status_p99_ms": found["status"]}
+
+
+def _storm(cluster: Cluster) -> dict[str, Samples]:
+    found = bench_health.storm(cluster)
+    return {"health.storm_api_writes": found["writes"], "health.storm_settle_s": found["settle"]}
 
 
 def _story(cluster: Cluster) -> dict[str, Samples]:
@@ -105,5 +119,7 @@ _ON_CLUSTER: dict[str, Callable[[Cluster], dict[str, Samples]]] = {
     "start": lambda cluster: {"agent.start_s": agents.start_s(cluster)},
     "rss": lambda cluster: {"agent.rss_mb": agents.rss_mb(cluster)},
     "idle": lambda cluster: {"agent.cpu_idle_percent": agents.cpu_idle_percent(cluster)},
+    "fault": _fault,
+    "storm": _storm,
     "story": _story,
 }
