@@ -5,7 +5,7 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,15 @@ from gpunode.model.resource import ResourceClaim
 
 SLICE, SOAK = 250, 10_000
 COUNTS = [pytest.param(SLICE, id="slice"), pytest.param(SOAK, id="soak", marks=pytest.mark.soak)]
+Record = Callable[[str, object], None]
+
+
+def chance_for(count: int, record: Record) -> random.Random:
+    """The slice is the same every time, the soak follows the seed it was given."""
+    record("malformed", count)
+    return random.Random(5 if count == SLICE else int(os.environ.get("GPUNODE_SEED", "5")))
+
+
 ODD: list[Any] = [
     None, True, -1, 2**63, 1e308, "", "x" * 300, "../../etc/passwd", "\x00", "ä\ud7ff", [], {}, [[]], {"": {}},
 ]  # fmt: skip
@@ -102,8 +111,8 @@ def open_files() -> int:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_malformed_requests(base: Path, count: int) -> None:
-    chance = random.Random(5)
+async def test_malformed_requests(base: Path, count: int, record_property: Record) -> None:
+    chance = chance_for(count, record_property)
     good = claim(1, GPUS[0])
     machine = Machine(base)
     engine = make_engine(base, FakeApi(good))
@@ -143,9 +152,9 @@ async def test_a_request_with_too_many_claims_is_refused(base: Path) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_malformed_claims(base: Path, count: int) -> None:
+async def test_malformed_claims(base: Path, count: int, record_property: Record) -> None:
     """The API server checks little of an allocation, and whoever may write status can write anything."""
-    chance = random.Random(6)
+    chance = chance_for(count, record_property)
     share = "0f0f0f0f-0000-4000-8000-000000000000"
     template = plain(
         claim(
@@ -197,9 +206,9 @@ async def test_malformed_claims(base: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_malformed_checkpoints(base: Path, count: int) -> None:
+async def test_malformed_checkpoints(base: Path, count: int, record_property: Record) -> None:
     """Bytes and, under a right checksum, structure; whatever remains is a checkpoint that can be used."""
-    chance = random.Random(7)
+    chance = chance_for(count, record_property)
     machine = Machine(base)
     api = FakeApi(claim(1, GPUS[0]), claim(2, GPUS[1], config=[gpu_config()]))
     engine = make_engine(base, api, sharing=machine.sharing, partitioner=machine.partitioner)

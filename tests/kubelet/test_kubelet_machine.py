@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -326,13 +327,13 @@ def _results(of: ResourceClaim) -> Any:
     return of.status.allocation.devices.results if of.status.allocation else ()
 
 
-def run(examples: int, steps: int) -> Counter[str]:
-    """Run it and count what happened, so that a machine that does nothing cannot pass."""
+def run(examples: int, steps: int, *, repeat: bool) -> Counter[str]:
+    """Run it and count what happened, so that a machine that does nothing cannot pass. repeat: the same every time."""
     NodeMachine.seen.clear()
     run_state_machine_as_test(
         NodeMachine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
+            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=repeat, database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip
@@ -340,13 +341,15 @@ def run(examples: int, steps: int) -> Counter[str]:
 
 
 def test_a_slice_of_what_can_happen() -> None:
-    seen = run(examples=25, steps=40)
+    seen = run(examples=25, steps=40, repeat=True)
     assert min(seen[what] for what in ("killed", "prepared", ErrorKind.HELD)) > 0, seen
 
 
 @pytest.mark.soak
-def test_ten_thousand_steps_of_what_can_happen() -> None:
-    seen = run(examples=400, steps=60)
+def test_ten_thousand_steps_of_what_can_happen(record_property: Callable[[str, object], None]) -> None:
+    seen = run(examples=400, steps=60, repeat=False)
+    for what, count in seen.items():
+        record_property(str(what), count)
     assert seen["steps"] >= 10_000, seen
     rare = ("killed", "prepared", "brought back", "released", ErrorKind.HELD, ErrorKind.HARDWARE)
     assert min(seen[what] for what in rare) > 0, seen
