@@ -112,6 +112,16 @@ def test_hostile_files_are_refused(tmp_path: Path, text: str, reason: str) -> No
         load_board(write(tmp_path / "mine.yaml", text))
 
 
+def test_a_field_of_the_parent_is_told_where_it_stands(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", "extends: hgx-h100\nname: base\ngpus:\n  - pci: '0000:21:00.0'\n    deadLinks: [9]\n")
+    child = write(tmp_path / "mine.yaml", "extends: base\nname: mine\nnvlink:\n  links: 4\n")
+    with pytest.raises(BoardError, match=r"base\.yaml:5: gpus\[0\]\.deadLinks: this board's links are 0 to 3"):
+        load_board(child)
+    lacking = write(tmp_path / "lacking.yaml", "extends: base\nname: mine\ngpus:\n  - {}\n")
+    with pytest.raises(BoardError, match=r"lacking\.yaml:4: gpus\[0\]: .*missing required field `pci`"):
+        load_board(lacking)
+
+
 def test_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(BoardError, match="no board profile 'dgx-a100'; there are: a100-nvlink-pairs, "):
         load_board("dgx-a100")

@@ -9,6 +9,7 @@ import pytest
 from gpunode.hardware.board import load_board
 from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine, Xid
+from gpunode.hardware.mig import profiles
 from gpunode.hardware.nodes import device_nodes
 from gpunode.hardware.partitions import MigPartitioner
 from gpunode.model.errors import HardwareError, InUseError
@@ -163,6 +164,38 @@ def test_a_lost_gpu_does_not_stop_the_others(machine: FakeMachine) -> None:
         made.create(TWO)
     with pytest.raises(HardwareError, match="not a partition that can be made on this node"):
         made.create("gpu-9999")
+
+
+@pytest.mark.parametrize("board", ["hgx-h100", "hgx-h200", "hgx-b200", "gb200-nvl72"])
+def test_placements_are_known_also_while_mig_mode_is_off(board: str, tmp_path: Path) -> None:
+    """The fake's driver, like a real one, lists placements only in MIG mode; then they come from the board."""
+    machine = FakeMachine.create(load_board(board), "node-1", tmp_path)
+    machine.nvml.nvmlInit()
+    handle = machine.nvml.nvmlDeviceGetHandleByIndex(0)
+    off = profiles(machine.nvml, handle)
+    machine.nvml.nvmlDeviceSetMigMode(handle, 1)
+    assert profiles(machine.nvml, handle) == off
+    listed = {p.name: (p.starts, p.size, p.id, p.slices) for p in machine.state.board.mig_profiles}
+    assert {p.name: (p.starts, p.size, p.id, p.slices) for p in off} == listed
+
+
+def test_an_instance_without_its_capabilities_is_left_out_and_told(
+    machine: FakeMachine, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = partitioner(machine)
+    made.create(TWO)
+    made.create(THREE)
+    inventory = discover(machine.nvml, machine.roots, "node-1")
+    gi = inventory.gpus[0].mig[0].gpu_instance
+    (machine.roots.proc / f"driver/nvidia/capabilities/gpu0/mig/gi{gi}/access").write_text("nonsense")
+    found = device_nodes(inventory, machine.roots)
+    assert (TWO in found, THREE in found) == (False, True)
+    assert f"{TWO} cannot be given to containers" in caplog.text
+    (machine.roots.proc / "devices").write_text("Character devices:\n195 nvidia\n")
+    for node in (machine.roots.dev / "nvidia-caps").iterdir():
+        node.unlink()
+    assert THREE not in device_nodes(inventory, machine.roots)
+    assert "lists no nvidia-caps" in caplog.text
 
 
 def test_nodes_of_dynamic_gpus_are_known_only_by_name(machine: FakeMachine) -> None:

@@ -6,13 +6,14 @@ A profile may build on another one (`extends:`): mappings merge, everything else
 import itertools
 import re
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
 from msgspec import Meta
+
+from gpunode.datafiles import data_dir
 
 _MAX_FILE = 64 * 1024
 _MAX_PARENTS = 8
@@ -127,9 +128,8 @@ def load_board(name_or_path: str | Path) -> Board:
 
 
 def boards_directory() -> Path:
-    """In the installed package, or in the checkout this (editable) package is imported from."""
-    installed = Path(str(resources.files("gpunode"))) / "data" / "fake_gpus" / "boards"
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "fake_gpus" / "boards"
+    """Where the profiles lie that come with this package."""
+    return data_dir("fake_gpus") / "boards"
 
 
 def _load(path: Path) -> Board:
@@ -254,16 +254,14 @@ def _check(board: Board) -> None:
 
 
 def _locate(files: list[tuple[Path, yaml.MappingNode]], path: tuple[str | int, ...]) -> tuple[Path, int]:
-    """File and line of a field: in the file nearest to the child that has it, else where it is missing."""
+    """File and line of a field, in the file nearest to the child that has it; the first line where none has."""
     for file, root in files:
         node: yaml.Node = root
         line = root.start_mark.line + 1
-        for depth, part in enumerate(path):
+        for part in path:
             found = _step(node, part)
             if found is None:
-                if depth == 0:
-                    break
-                return file, line
+                break
             node, line = found
         else:
             return file, line

@@ -25,7 +25,7 @@ def version_attribute(value: str) -> Attribute | None:
     The API server rejects the whole slice for a version that is not semver.
     """
     parts = value.split(".")
-    if not 1 <= len(parts) <= 3 or not all(p.isascii() and p.isdecimal() and len(p) <= 9 for p in parts):
+    if len(parts) > 3 or not all(p.isascii() and p.isdecimal() and len(p) <= 9 for p in parts):
         return None
     return Attribute(version=".".join(str(int(p)) for p in [*parts, "0", "0"][:3]))
 
