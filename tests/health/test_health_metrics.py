@@ -1,11 +1,9 @@
-"""Metrics of the health state, and the guard against acting on too much at once."""
+"""Metrics of the health state."""
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from gpunode.health.devices import DeviceMap, KnownGpu, Partition
-from gpunode.health.guard import BlastRadius
 from gpunode.health.machine import HealthMachine
 from gpunode.health.metrics import families
 from gpunode.health.signals import GpuReset, XidSignal
@@ -48,22 +46,3 @@ def test_families() -> None:
         f'gpunode_health_recovering{{device="{GPU}"}}': 1,
         f'gpunode_health_flaps{{device="{GPU}",dimension="xid"}}': 1,
     }
-
-
-@pytest.mark.parametrize(
-    ("failed_at", "total", "stop"),
-    [
-        ([], 0, False),
-        ([990.0] * 15, 16, False),
-        ([990.0] * 16, 64, True),
-        ([990.0] * 16, 80, False),
-        ([990.0] * 17, 80, True),
-        ([990.0] * 9 + [300.0] * 40, 80, False),
-        ([5000.0] * 40, 80, True),
-    ],
-)
-def test_blast_radius(failed_at: list[float], total: int, stop: bool) -> None:
-    why = BlastRadius(share=0.2, window_s=600, minimum=16).exceeded(failed_at, total, now=1000.0)
-    assert bool(why) == stop
-    if stop:
-        assert f"of {total} devices" in why

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from datetime import datetime
 
 from gpunode.gang.admit import admit
+from gpunode.gang.blast import alarm
 from gpunode.gang.board import Board
 from gpunode.gang.derived import Derived, View
 from gpunode.gang.faults import react, resumes
@@ -33,8 +34,9 @@ class Decider:
         states = find_gangs(snapshot, self._derived.owners(snapshot, view, config))
         board = Board(snapshot, self._derived, view)
         stopped: set[str] = set()
+        failures = alarm(view, config, now)
         for state in states:
-            reaction = react(board, state, now)
+            reaction = react(board, state, now, failures)
             if reaction is not None:
                 actions.append(reaction)
                 stopped.add(state.gang.key)

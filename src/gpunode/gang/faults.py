@@ -14,6 +14,7 @@ from gpunode.allocate.allocator import tolerated
 from gpunode.allocate.ask import Failure
 from gpunode.allocate.pools import DeviceId, result_id
 from gpunode.gang.admit import decision_id, topology_domains
+from gpunode.gang.blast import Alarm
 from gpunode.gang.board import MAX_GANG_TRIALS, Board, location
 from gpunode.gang.derived import View
 from gpunode.gang.gangs import GangState, Member, Stage, left_over
@@ -28,6 +29,7 @@ from gpunode.model.names import (
     HEALTH_DIMENSIONS,
     HEALTH_TAINT_PREFIX,
     KUEUE_QUEUE_LABEL,
+    QUARANTINE_TAINT,
     RESTART_ANNOTATION,
 )
 from gpunode.model.resource import (
@@ -39,7 +41,7 @@ from gpunode.model.resource import (
     ResourceClaimStatus,
 )
 
-HEALTH_KEYS = tuple(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS)
+HEALTH_KEYS = (*(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS), QUARANTINE_TAINT)
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,10 @@ def _expired(taint: DeviceTaint, result: AllocationResult, now: datetime) -> boo
     return bool(seconds) and since is not None and now >= since + timedelta(seconds=max(min(seconds), 0))
 
 
-def react(board: Board, state: GangState, now: datetime) -> Evict | Release | Report | None:
+def react(board: Board, state: GangState, now: datetime, alarm: Alarm) -> Evict | Release | Report | None:
     """What to do about a gang's faults; None if it has none, or if it is being stopped already.
 
-    Devices that only gated members hold are simply given back.
+    Devices that only gated members hold are simply given back. While the alarm holds, running gangs stay.
 
     After an Evict the board holds both the old devices and those of the plan, so that no other gang takes them in
     this decision.
@@ -140,6 +142,8 @@ def react(board: Board, state: GangState, now: datetime) -> Evict | Release | Re
     blocked = _blocked(state, board.snapshot, jobs, orphans)
     if blocked:
         return Report(state.gang.key, Reason(ReasonCode.DEVICE_FAULT, f"{text}; {blocked}", facts))
+    if alarm.holds(f.device for f in faults):
+        return Report(state.gang.key, Reason(ReasonCode.FAULT_HELD, f"{text}; {alarm.text}", facts))
     nodes = _plan(board, state)
     if nodes is None:
         text += f"; the gang's {len(state.members)} pods do not fit anywhere without it, so it is left running"

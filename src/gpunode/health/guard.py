@@ -6,25 +6,36 @@ import msgspec
 
 
 class BlastRadius(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much may fail before nothing more is evicted and a person is asked.
+    """How much may fail at once before nothing is done about it and a person is asked.
 
-    share: of all devices, 0 to 1. window_s: failures this recent count, in seconds. minimum: fewer failures than
-    this never stop anything, so that one broken machine of a small cluster is still dealt with.
+    share: of all devices, 0 to 1. window_s: failures within this many seconds of each other are one burst.
+    minimum: fewer failures than this never stop anything, so that one broken machine of a small cluster is still
+    dealt with.
     """
 
     share: float = 0.2
     window_s: float = 600.0
     minimum: int = 16
 
-    def exceeded(self, failed_at: Iterable[float], total: int, now: float) -> str:
-        """Why to stop acting, or "". failed_at: when each faulty device failed; total: all devices, faulty or not.
+    def bursts(self, failed_at: Iterable[float], total: int) -> tuple[tuple[float, float], ...]:
+        """First and last time of each burst that is too large, in order, none overlapping.
 
-        Times are Unix seconds. A failure in the future (a wrong clock somewhere) counts as recent.
+        failed_at: when each device that is faulty now failed, Unix seconds. total: all devices, faulty or not.
+
+        A burst stands until enough of its devices are well again, however long ago it was; what fails at another
+        time is no part of it.
         """
-        recent = sum(now - at <= self.window_s for at in failed_at)
-        if recent < self.minimum or recent <= self.share * total:
-            return ""
-        return (
-            f"{recent} of {total} devices failed within {self.window_s:g} s, more than {self.share:.0%}: "
-            "nothing is evicted until a person has looked at it"
-        )
+        ordered = sorted(failed_at)
+        found: list[tuple[float, float]] = []
+        end = 0
+        for start, first in enumerate(ordered):
+            while end < len(ordered) and ordered[end] - first <= self.window_s:
+                end += 1
+            if end - start < self.minimum or end - start <= self.share * total:
+                continue
+            last = ordered[end - 1]
+            if found and first <= found[-1][1]:
+                found[-1] = (found[-1][0], last)
+            else:
+                found.append((first, last))
+        return tuple(found)

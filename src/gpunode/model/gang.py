@@ -30,10 +30,15 @@ class Config:
     """What an administrator can set. `drivers` are the DRA drivers whose devices the controller owns.
 
     release_timeout_s: how long a placed pod may stay unbound before its gang's reason says so.
+    blast_share, blast_window_s, blast_minimum: when more than this share of all GPUs, and at least so many, fail within
+    so many seconds of each other, no gang is restarted for them.
     """
 
     drivers: frozenset[str]
     release_timeout_s: float = 30.0
+    blast_share: float = 0.2
+    blast_window_s: float = 600.0
+    blast_minimum: int = 16
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class ReasonCode(StrEnum):
     INVALID = "InvalidGang"
     DEVICE_FAULT = "DeviceFault"
     FAULT_NO_ROOM = "DeviceFaultNoRoom"
+    FAULT_HELD = "DeviceFaultHeld"
 
 
 @dataclass(frozen=True)
