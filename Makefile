@@ -42,5 +42,8 @@ soak: setup ## The large counts, whole; writes build/soak.json
 bench: setup ## Measure; writes build/bench.json. NAME=... measures one anew
 	@$(PY) -m tests.bench $(if $(NAME),--name $(NAME))
 
+proto: setup ## Generate the kubelet's messages anew from src/gpunode/kubelet/proto/*.proto
+	@$(PY) -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/gpunode/kubelet/proto/*.proto
+
 clean: ## Remove what make built in the checkout (caches outside it stay)
 	@rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
