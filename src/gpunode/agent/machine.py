@@ -4,7 +4,7 @@ import asyncio
 import logging
 import stat
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,10 @@ from gpunode.hardware.fake.faults import parse_fault
 from gpunode.hardware.nvml import Nvml, load_nvml
 from gpunode.hardware.roots import Roots
 from gpunode.health.scenario import TimedFault, expand, parse_scenario
+from gpunode.kubelet.cdi import CommonEdits
+from gpunode.kubelet.timeslice import run_command
+from gpunode.kubelet.toolkit import common_edits
+from gpunode.model.errors import HardwareError
 from gpunode.model.faults import FaultOrder
 
 logger = logging.getLogger(__name__)
@@ -34,17 +38,22 @@ Execute = Callable[[FaultOrder, Changed], Awaitable[Coroutine[None, None, None] 
 
 @dataclass(frozen=True)
 class Machine:
-    """`execute` carries out fault orders; None on real hardware, which takes no such orders."""
+    """`execute` carries out fault orders; None on real hardware, which takes no such orders.
+
+    common: what containers get besides device nodes (the driver's libraries). run: how driver tools are run.
+    """
 
     nvml: Nvml
     roots: Roots
     execute: Execute | None = None
+    common: CommonEdits = CommonEdits()
+    run: Callable[[Sequence[str]], None] = run_command
 
 
 def open_machine(options: AgentOptions) -> Machine:
     """Blocks on the disk for a fake machine. Raises OSError when its directory cannot be written."""
     if options.board is None:
-        return Machine(load_nvml(), Roots.real())
+        return Machine(load_nvml(), Roots.real(), common=_libraries())
     fake = FakeMachine.create(options.board, options.node, options.fake_root, _own_kernel_log())
 
     async def execute(order: FaultOrder, changed: Changed) -> Coroutine[None, None, None] | None:
@@ -56,7 +65,7 @@ def open_machine(options: AgentOptions) -> Machine:
         changed()
         return None
 
-    return Machine(fake.nvml, fake.roots, execute)
+    return Machine(fake.nvml, fake.roots, execute, run=_tell_nobody)
 
 
 async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Changed) -> None:
@@ -84,6 +93,19 @@ async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Change
     except (OSError, LookupError) as error:
         logger.error("a fault scenario ended early: %s", error)
     changed()
+
+
+def _tell_nobody(_command: Sequence[str]) -> None:
+    """Fake GPUs have no driver tools; settings made with them are only noted."""
+
+
+def _libraries() -> CommonEdits:
+    """The driver's libraries as the container toolkit lists them; none where it fails, which is said and not fatal."""
+    try:
+        return common_edits()
+    except HardwareError as error:
+        logger.error("containers get device nodes, not the driver's libraries: %s", error)
+        return CommonEdits()
 
 
 def _own_kernel_log() -> Path | None:

@@ -40,6 +40,7 @@ from gpunode.kubelet.processes import OpenDevices
 from gpunode.kubelet.reconcile import SecondLook
 from gpunode.kubelet.resolve import Node
 from gpunode.kubelet.seams import Notice
+from gpunode.kubelet.timeslice import TimeSlices
 from gpunode.model.faults import FaultOrder
 from gpunode.model.hardware import Inventory, device_name
 from gpunode.model.health import Level
@@ -116,10 +117,11 @@ class NodeAgent:
             claims=claims,
             devices=self._device_nodes,
             checkpoint=CheckpointFile(paths.checkpoint(options.driver)),
-            cdi=CdiStore(options.cdi_dir, options.driver),
+            cdi=CdiStore(options.cdi_dir, options.driver, common=lambda: machine.common),
             lock=NodeLock(paths.lock(options.driver)),
             allocated=claims.allocated,
             partitioner=self._partitioner(),
+            sharing=TimeSlices(paths.plugin_dir(options.driver) / "timeslices", machine.run),
             notify=self._on_notice,
             changed=self._on_claims,
             metrics=metrics,
