@@ -1,0 +1,122 @@
+"""`gpunode quarantine`: take a GPU out of service by a person's word, and give it back."""
+
+import getpass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpunode.cli.connect import Kubeconfig, chosen, run
+from gpunode.cli.output import console, fail
+from gpunode.model.hardware import PARTITION_MARK
+from gpunode.model.names import DEFAULT_DRIVER, QUARANTINE_TAINT
+
+if TYPE_CHECKING:
+    from gpunode.kube.client import Api
+    from gpunode.kube.kinds import Kind
+    from gpunode.model.resource import DeviceTaintRule
+
+REASON_ANNOTATION = "gpunode.dev/reason"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command()(quarantine)
+
+
+def quarantine(
+    node: Annotated[str, typer.Argument(help="Node of the GPU.", show_default=False)],
+    device: Annotated[str, typer.Argument(help="DRA device name; a GPU's partitions go with it.", show_default=False)],
+    reason: Annotated[str, typer.Option("--reason", help="Why, for whoever finds it later.")] = "",
+    lift: Annotated[bool, typer.Option("--lift", help="Give the GPU back.")] = False,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Take a GPU out of service until you give it back, whatever health says of it.
+
+    Nothing new is placed there, and the controller moves the gang that runs there to other GPUs. It is a
+    DeviceTaintRule, so it outlives node and agent.
+
+    Example: [bold]gpunode quarantine gpu-node-0 gpu-0000-07-00-0 --reason "board to be swapped, ticket 4711"[/bold]
+    """
+    if bool(reason) == lift:
+        fail("give either --reason TEXT or --lift", 2)
+
+    async def change() -> int:
+        from gpunode.kube.client import Api
+        from gpunode.kube.kinds import discover
+
+        async with await Api.connect(chosen(kubeconfig), "gpunode-cli") as api:
+            kind = (await discover(api)).taint_rules
+            if kind is None:
+                fail("this cluster serves no DeviceTaintRule: enable resource.k8s.io/v1beta2 or newer")
+            if lift:
+                return await _lift(api, kind, node, device)
+            return await _impose(api, kind, node, device, reason)
+
+    count = run(change)
+    devices = "device" if count == 1 else "devices"
+    if lift:
+        console().print(f"{device} of {node} is in service again ({count} {devices})")
+    else:
+        console().print(f"{device} of {node} is in quarantine ({count} {devices}); --lift ends it")
+
+
+async def _impose(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str, reason: str) -> int:
+    """Number of devices that are in quarantine now. Ends the command if there is no such device."""
+    from gpunode.kube.errors import ApiError
+    from gpunode.kube.kinds import SLICES
+
+    params = {"fieldSelector": f"spec.nodeName={node},spec.driver={DEFAULT_DRIVER}"}
+    slices, _ = await api.list(SLICES.path(), SLICES.type, params)
+    published = sorted({d.name for s in slices for d in s.spec.devices})
+    found = [name for name in published if _within(name, device)]
+    if not found:
+        fail(f"node {node} publishes no device {device}; it has: {', '.join(published) or 'none'}")
+    for name in found:
+        try:
+            await api.create(kind.path(), rule(kind.group_version, node, name, f"{reason} ({getpass.getuser()})"))
+        except ApiError as error:
+            if error.status != 409:
+                raise
+    return len(found)
+
+
+async def _lift(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str) -> int:
+    """Number of devices that were in quarantine. Ends the command if there is none."""
+    rules, _ = await api.list(kind.path(), kind.type)
+    found = [r for r in rules if _is_quarantine(r, node, device)]
+    if not found:
+        fail(f"{device} of {node} is not in quarantine")
+    for one in found:
+        await api.delete(kind.path(name=one.metadata.name), {"preconditions": {"uid": one.metadata.uid}})
+    return len(found)
+
+
+def rule(api_version: str, node: str, device: str, reason: str) -> dict[str, Any]:
+    """The DeviceTaintRule that keeps one device out of service."""
+    return {
+        "apiVersion": api_version,
+        "kind": "DeviceTaintRule",
+        "metadata": {
+            "name": f"gpunode-quarantine-{node}-{device}"[:253].rstrip("-."),
+            "annotations": {REASON_ANNOTATION: reason},
+        },
+        "spec": {
+            "deviceSelector": {"driver": DEFAULT_DRIVER, "pool": node, "device": device},
+            "taint": {"key": QUARANTINE_TAINT, "value": "true", "effect": "NoSchedule"},
+        },
+    }
+
+
+def _is_quarantine(rule: "DeviceTaintRule", node: str, device: str) -> bool:
+    selector = rule.spec.device_selector
+    return (
+        rule.spec.taint.key == QUARANTINE_TAINT
+        and selector is not None
+        and (selector.driver, selector.pool) == (DEFAULT_DRIVER, node)
+        and _within(selector.device or "", device)
+    )
+
+
+def _within(name: str, device: str) -> bool:
+    """Whether a device is this one, or a partition of it."""
+    return name == device or name.startswith(device + PARTITION_MARK)
