@@ -16,7 +16,7 @@ from gpunode.hardware.fake.faults import parse_fault
 from gpunode.hardware.nvml import Nvml, load_nvml
 from gpunode.hardware.roots import Roots
 from gpunode.health.scenario import TimedFault, expand, parse_scenario
-from gpunode.kubelet.cdi import CommonEdits
+from gpunode.kubelet.cdi import NOTHING, CommonEdits
 from gpunode.kubelet.timeslice import run_command
 from gpunode.kubelet.toolkit import common_edits
 from gpunode.model.errors import HardwareError
@@ -46,7 +46,7 @@ class Machine:
     nvml: Nvml
     roots: Roots
     execute: Execute | None = None
-    common: CommonEdits = CommonEdits()
+    common: CommonEdits = NOTHING
     run: Callable[[Sequence[str]], None] = run_command
 
 
@@ -105,7 +105,7 @@ def _libraries() -> CommonEdits:
         return common_edits()
     except HardwareError as error:
         logger.error("containers get device nodes, not the driver's libraries: %s", error)
-        return CommonEdits()
+        return NOTHING
 
 
 def _own_kernel_log() -> Path | None:
