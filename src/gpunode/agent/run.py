@@ -33,6 +33,14 @@ async def run_agent(options: AgentOptions) -> None:
 
 
 async def _node(api: Api, name: str) -> ObjectRef:
-    """The Node object. Raises ApiError when it does not exist."""
-    node = await api.get(NODES.path(name=name), NODES.type)
+    """The Node object. Raises ConfigError when it does not exist."""
+    try:
+        node = await api.get(NODES.path(name=name), NODES.type)
+    except ApiError as error:
+        if not error.not_found:
+            raise
+        raise ConfigError(
+            f"the cluster at {api.server} has no Node {name}: name this machine's Node with --node-name, "
+            "and start its kubelet first"
+        ) from None
     return ObjectRef("v1", "Node", name, uid=node.metadata.uid)

@@ -3,16 +3,14 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gpunode.cli.output import Format, console, emit, fail
+from gpunode.cli.output import Format, console, emit, fail, progress
 from gpunode.cluster import build as building
 from gpunode.cluster import packages
 from gpunode.cluster.cluster import Cluster, load
@@ -21,9 +19,6 @@ from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.lifecycle import up as bring_up
 from gpunode.cluster.paths import cache_root
 from gpunode.cluster.spec import DEFAULT_KUBERNETES, DEFAULT_PORT, ClusterSpec
-
-Report = Callable[[str, float], None]
-
 
 Name = Annotated[str, typer.Option("--name", help="Which cluster; several can run side by side.")]
 Kubernetes = Annotated[str, typer.Option("--kubernetes", help="Kubernetes version: 1.37.2 or 1.36.3.")]
@@ -57,7 +52,8 @@ def build(
 
     Also installs the Debian packages that a cluster needs, if they are missing and this is root.
     """
-    with _one_sentence(), _progress() as report:
+    with _one_sentence(), progress() as report:
+        building.check(kubernetes)
         packages.install(lambda step: report(step, 0.0))
         building.build(kubernetes, report, jobs)
     typer.echo(f"The binaries are in {cache_root()}. Next: gpunode cluster up")
@@ -77,7 +73,7 @@ def up(
     with _one_sentence():
         spec = ClusterSpec(name, nodes, kubernetes, port, node_prefix)
         started = time.monotonic()
-        with _progress() as report:
+        with progress() as report:
             cluster = bring_up(spec, report)
         took = time.monotonic() - started
         typer.echo(
@@ -133,7 +129,7 @@ def kubeconfig(
 def down(name: Name = "default") -> None:
     """Stop the cluster and remove every process, mount, bridge, rule and file of it."""
     with _one_sentence():
-        with _progress() as report:
+        with progress() as report:
             existed = bring_down(name, report)
         typer.echo(f"Cluster {name} is gone." if existed else f"There is no cluster {name}: nothing to do.")
 
@@ -199,30 +195,3 @@ def _one_sentence() -> Iterator[None]:
         yield
     except ClusterError as error:
         fail(str(error))
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """On a terminal a bar, else a line a step; both on stderr."""
-    if not sys.stderr.isatty():
-        yield _line_reporter()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=1.0)
-
-        def report(step: str, done: float) -> None:
-            progress.update(task, description=step, completed=done)
-
-        yield report
-
-
-def _line_reporter() -> Report:
-    last: list[str] = []
-
-    def report(step: str, done: float) -> None:
-        if last != [step]:
-            last[:] = [step]
-            typer.echo(f"[{done:4.0%}] {step}", err=True)
-
-    return report

@@ -45,7 +45,22 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
 
     try:
         return asyncio.run(call())
-    except UnreachableError as error:
-        fail(f"{error}. Is the cluster up? For the local one: gpunode cluster status")
-    except (ApiError, ConfigError) as error:
-        fail(str(error))
+    except (UnreachableError, ApiError, ConfigError) as error:
+        fail(sentence(error))
+
+
+def sentence(error: BaseException) -> str:
+    """What an error means for the person at the terminal, and what to do."""
+    from gpunode.kube.errors import ApiError, UnreachableError
+
+    match error:
+        case UnreachableError():
+            return f"{error}: is the cluster up? For the local one see `gpunode cluster status`"
+        case ApiError(status=401):
+            return f"{error}: the token or certificate is not valid (any more); get a new kubeconfig"
+        case ApiError(status=403):
+            return f"{error}: the user lacks this right; daemonset/base has those of agent and controller"
+        case OSError(filename=str(path), strerror=str(text)):
+            return f"{path}: {text}"
+        case _:
+            return str(error) or type(error).__name__

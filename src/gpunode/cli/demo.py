@@ -45,9 +45,10 @@ def demo(
     out = console()
     began = time.monotonic()
     try:
-        spec = ClusterSpec(name=name, nodes=nodes, kubernetes=kubernetes, port=port)
-        _chapter(out, 1, f"A real Kubernetes {kubernetes} cluster: {nodes} kubelets, each with 8 fake A100 GPUs")
         require_root()
+        spec = ClusterSpec(name=name, nodes=nodes, kubernetes=kubernetes, port=port)
+        build.check(kubernetes)
+        _chapter(out, 1, f"A real Kubernetes {kubernetes} cluster: {nodes} kubelets, each with 8 fake A100 GPUs")
         with progress() as report:
             packages.install(lambda step: report(step, 0.0))
             build.build(kubernetes, report)

@@ -99,7 +99,7 @@ def slices(
         console().print(table)
     problems = lint(planned)
     if problems:
-        fail("\n".join(str(problem) for problem in problems))
+        fail("; ".join(str(problem) for problem in problems))
 
 
 def topology(
@@ -153,7 +153,7 @@ def validate(file: Annotated[Path, typer.Argument(help="The profile to check.")]
         config = SliceConfig(driver=DEFAULT_DRIVER, node=inventory.node, mode=mode.value)
         problems = lint(plan(inventory, NodeHealth(), config))
         if problems:
-            fail(f"{file}: in mode {mode} slices would be refused:\n" + "\n".join(str(p) for p in problems))
+            fail(f"{file}: in mode {mode} slices would be refused: " + "; ".join(str(p) for p in problems))
     typer.echo(f"{file}: {len(inventory.gpus)} GPUs, {len(inventory.nics)} network devices, all in order")
 
 
@@ -169,7 +169,7 @@ def _inventory(profile: str | None, node: str) -> Inventory:
     except BoardError as error:
         fail(str(error), 2)
     if scan.inventory is None:
-        fail(f"{scan.error}\n(for a machine that is not this one: --profile NAME)")
+        fail(f"{scan.error} For a machine that is not this one: --profile NAME")
     return scan.inventory
 
 

@@ -1,7 +1,7 @@
 """How commands speak: tables and colour on terminals, plain text in pipes, JSON or YAML on request."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NoReturn
@@ -11,6 +11,8 @@ import typer
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gpunode.cluster.build import Report
 
 
 class Format(StrEnum):
@@ -36,13 +38,16 @@ def emit(value: object, output: Format) -> None:
         typer.echo(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), nl=False)
 
 
+def tell(message: str) -> None:
+    """One line on standard error, whatever lines the message comes in (YAML and Go speak in several)."""
+    line = " ".join(message.split())
+    typer.secho(f"gpunode: {line}", fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+
+
 def fail(message: str, code: int = 1) -> NoReturn:
-    """One sentence on standard error and an exit code that is not zero."""
-    typer.secho(f"gpunode: {message}", fg=typer.colors.RED if sys.stderr.isatty() else None, err=True)
+    """One line on standard error and an exit code that is not zero."""
+    tell(message)
     raise typer.Exit(code)
-
-
-Report = Callable[[str, float], None]
 
 
 @contextmanager

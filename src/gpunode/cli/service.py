@@ -4,11 +4,12 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 
+from gpunode.cli.connect import sentence
 from gpunode.cli.output import fail
 
 
 def serve(main: Callable[[], Awaitable[None]], expected: tuple[type[Exception], ...]) -> None:
-    """Run `main` until SIGTERM or SIGINT. Expected errors end the process with exit code 1 and their text."""
+    """Run `main` until SIGTERM or SIGINT. Expected errors end the process with exit code 1 and one sentence."""
 
     async def until_stopped() -> None:
         async def call() -> None:
@@ -29,7 +30,7 @@ def serve(main: Callable[[], Awaitable[None]], expected: tuple[type[Exception], 
         causes = list(_leaves(error))
         if not all(isinstance(cause, expected) for cause in causes):
             raise
-        fail("; ".join(str(cause) for cause in causes))
+        fail("; ".join(dict.fromkeys(sentence(cause) for cause in causes)))
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -146,13 +146,26 @@ def modules(kubernetes: str) -> tuple[Module, ...]:
 def find(kubernetes: str) -> Binaries:
     """The cached binaries of that version. Raises ClusterError if any is missing."""
     wanted = modules(kubernetes)
-    absent = [
-        part.name for module in wanted for part in module.components if not (module.directory / part.name).exists()
-    ]
+    absent = [part.name for _, parts in _pending(kubernetes) for part in parts]
     if absent:
         option = f" --kubernetes {kubernetes}"
         raise ClusterError(f"not built for {kubernetes}: {', '.join(absent)}; run `gpunode cluster build{option}`")
     return Binaries(tuple(module.directory for module in wanted))
+
+
+def check(kubernetes: str) -> None:
+    """Raises ClusterError if something has to be compiled and there is no Go to do it; changes nothing."""
+    if _pending(kubernetes):
+        find_go()
+
+
+def _pending(kubernetes: str) -> list[tuple[Module, list[Component]]]:
+    """What the cache lacks, by module."""
+    return [
+        (module, parts)
+        for module in modules(kubernetes)
+        if (parts := [part for part in module.components if not (module.directory / part.name).exists()])
+    ]
 
 
 def build(kubernetes: str, report: Report, jobs: int | None = None) -> Binaries:
@@ -163,11 +176,7 @@ def build(kubernetes: str, report: Report, jobs: int | None = None) -> Binaries:
     Raises ClusterError without a Go toolchain, without a network, or if a compilation fails.
     """
     with _lock():
-        pending = [
-            (module, parts)
-            for module in modules(kubernetes)
-            if (parts := [part for part in module.components if not (module.directory / part.name).exists()])
-        ]
+        pending = _pending(kubernetes)
         total, done, started = sum(part.seconds for _, parts in pending for part in parts), 0, time.monotonic()
         for module, parts in pending:
             with tempfile.TemporaryDirectory(prefix="gpunode-build-") as work:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from gpunode.cluster import host, network
+from gpunode.cluster.build import Report
 from gpunode.cluster.cluster import CONTROL_PLANE, admin_api
 from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.layout import Layout, layout, locked, plans, saved_settings
-from gpunode.cluster.lifecycle import Report, quiet, require_root
+from gpunode.cluster.lifecycle import quiet, require_root
 from gpunode.cluster.nodes import COMPONENTS, process_name
 from gpunode.cluster.paths import state_root
 from gpunode.cluster.processes import Processes, start_ticks, stop_pids

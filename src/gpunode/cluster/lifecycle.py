@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from gpunode.cluster import build, config, host, image, network, packages
-from gpunode.cluster.build import Binaries
+from gpunode.cluster.build import Binaries, Report
 from gpunode.cluster.cluster import ADMIN, CONTROL_PLANE, Cluster, load
 from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.layout import Layout, layout, locked, plans, saved_settings
@@ -26,9 +26,6 @@ _PARALLEL_NODES: Final = 4
 _APISERVER_SECONDS: Final = 60.0
 _READY_SECONDS: Final = 120.0
 _IP_FREEBIND: Final = 15
-
-# (what is being done, share of the whole that is done)
-Report = Callable[[str, float], None]
 
 
 def quiet(_step: str, _done: float) -> None:

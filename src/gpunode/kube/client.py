@@ -6,6 +6,7 @@ with msgspec straight into the few fields that are used, which is an order of ma
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,6 +36,7 @@ _PATCH_CONTENT: Mapping[PatchType, str] = {
 _REQUEST_TIMEOUT_S = 30.0
 _IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _MAX_LINE = 16 * 2**20
+_REMEDY = "start a local cluster with `gpunode cluster up`, or name a file with --kubeconfig"
 
 
 class _Status(ApiStruct, frozen=True):
@@ -62,9 +64,12 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
 
     Raises ConfigError naming what was tried.
     """
+    in_cluster = kubeconfig is None and _IN_CLUSTER_TOKEN.exists()
+    if kubeconfig is None and not in_cluster and not any(file.exists() for file in _usual_places()):
+        raise ConfigError(f"no cluster configuration: KUBECONFIG and ~/.kube/config name no file; {_REMEDY}")
     configuration = Configuration()
     try:
-        if kubeconfig is None and _IN_CLUSTER_TOKEN.exists():
+        if in_cluster:
             load_incluster_config(client_configuration=configuration)
         else:
             await load_kube_config(
@@ -72,13 +77,16 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
                 client_configuration=configuration,
                 persist_config=False,
             )
-    except (ConfigException, OSError, yaml.YAMLError) as error:
-        source = str(kubeconfig) if kubeconfig else "KUBECONFIG or ~/.kube/config"
-        raise ConfigError(
-            f"no cluster configuration in {source}: {error}. Start a local cluster with `gpunode cluster up`, "
-            "or name a file with --kubeconfig."
-        ) from None
+    except (ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        # The loader takes the file's structure for granted and fails in any of these ways where it is another.
+        source = kubeconfig or " and ".join(str(file) for file in _usual_places())
+        raise ConfigError(f"no cluster configuration in {source} ({error}); {_REMEDY}") from None
     return configuration
+
+
+def _usual_places() -> tuple[Path, ...]:
+    named = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    return tuple(Path(name).expanduser() for name in named.split(os.pathsep) if name)
 
 
 class Api:
@@ -198,7 +206,9 @@ class Api:
         try:
             answer = await self._rest.request(method, url, headers, plain, _request_timeout=timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            detail = str(error) or type(error).__name__
+            # aiohttp words a refused connection in its own terms; the system's are the ones people know.
+            number = error.errno if isinstance(error, OSError) else None
+            detail = os.strerror(number) if number else str(error) or type(error).__name__
             raise UnreachableError(f"{method} {path}: no answer from {self.server} ({detail})") from None
         return answer.response  # type: ignore[no-any-return]
 

@@ -19,6 +19,11 @@ class ApiError(Exception):
         return self.status == 404
 
     @property
+    def forbidden(self) -> bool:
+        """The user is not known or lacks the right."""
+        return self.status in (401, 403)
+
+    @property
     def conflict(self) -> bool:
         """A stale resourceVersion, a failed JSON-Patch test, or a name that is taken."""
         return self.status == 409 or (self.status == 422 and "testing value" in self.message)

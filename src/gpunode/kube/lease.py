@@ -7,6 +7,7 @@ seen by our own clock, and stop leading when it could not be renewed for two thi
 
 import asyncio
 import logging
+import time
 from datetime import UTC, datetime
 
 from gpunode.kube.client import Api
@@ -14,6 +15,8 @@ from gpunode.kube.errors import ApiError, UnreachableError
 from gpunode.model.meta import ApiStruct, ObjectMeta
 
 logger = logging.getLogger(__name__)
+# Rights that were granted a moment ago take effect within this time.
+_REFUSED_S = 5.0
 
 
 class LeaseSpec(ApiStruct, frozen=True):
@@ -46,17 +49,25 @@ class Lease:
         self._seen: tuple[str, float] = ("", 0.0)
 
     async def acquire(self) -> None:
-        """Wait until this instance leads. Retries through API errors."""
+        """Wait until this instance leads. Retries through API errors.
+
+        Raises ApiError when the right to the lease is refused from the start, for five seconds.
+        """
         waiting_for = ""
+        began, ever_allowed = time.monotonic(), False
         while True:
             try:
                 holder = await self._try_take()
+                ever_allowed = True
                 if holder == self._identity:
                     return
                 if holder != waiting_for:
                     logger.info("waiting: %s leads", holder)
                     waiting_for = holder
             except (ApiError, UnreachableError) as error:
+                refused = isinstance(error, ApiError) and error.forbidden
+                if refused and not ever_allowed and time.monotonic() - began > _REFUSED_S:
+                    raise
                 logger.warning("cannot take the lease %s, will retry: %s", self._name, error)
             await asyncio.sleep(2)
 
