@@ -253,6 +253,28 @@ def test_whole_gpu_and_partition_exclude_each_other(board: str, ask: Ask, tmp_pa
     assert [a["devices"] for a in ask(cases)] == [None] * (len(partitions) + 1) + [[whole]]
 
 
+def test_a_gpu_with_dead_links_is_left_out_by_a_selector(ask: Ask, tmp_path: Path) -> None:
+    bodies = [body(s) for s in planned(inventory_of(load_board("b200-dead-nvlink"), tmp_path), "static")]
+    whole = f"{attribute('nvlinkLinksActive')} == {attribute('nvlinkLinksTotal')}"
+    eight, seven = ask([{"slices": bodies, "claim": claim(count, whole)} for count in (8, 7)])
+    assert eight["devices"] is None
+    assert "gpu-0000-52-00-0" not in seven["devices"]
+
+
+def test_a_claim_for_two_gets_an_nvlink_pair(ask: Ask, tmp_path: Path) -> None:
+    bodies = [body(s) for s in planned(inventory_of(load_board("a100-nvlink-pairs"), tmp_path), "static")]
+    cases = []
+    for count, held in ((2, []), (2, ["gpu-0000-01-00-0"]), (3, [])):
+        linked = claim(count)
+        linked["spec"]["devices"]["constraints"] = [{"matchAttribute": f"{DRIVER}/nvlinkDomain"}]
+        cases.append({"slices": bodies, "held": held, "claim": linked})
+    assert [a["devices"] for a in ask(cases)] == [
+        ["gpu-0000-01-00-0", "gpu-0000-41-00-0"],
+        ["gpu-0000-81-00-0", "gpu-0000-c1-00-0"],
+        None,
+    ]
+
+
 def test_first_fit_fills_the_high_half_first(ask: Ask, tmp_path: Path) -> None:
     one = load_board("hgx-h100")
     inventory = inventory_of(alone(one), tmp_path)
