@@ -63,6 +63,19 @@ def test_reload_between_two_scans_goes_unnoticed_but_for_the_version(machine: Fa
     assert (known(scanner).driver_version, len(known(scanner).gpus)) == ("590.44.01", 8)
 
 
+def test_one_session_serves_all_scans_and_a_lost_gpu_does_not_end_it(
+    machine: FakeMachine, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    init = machine.nvml.nvmlInit
+    monkeypatch.setattr(machine.nvml, "nvmlInit", lambda: begun.append(init()), raising=False)
+    for device in ("", "0", "1"):
+        if device:
+            machine.inject(Xid(device=device, code=79))
+        scanner.scan()
+    assert (len(begun), machine.state.initialized) == (1, 1)
+
+
 def test_a_lost_gpu_stays_known_and_domains_keep_their_name(machine: FakeMachine, scanner: Scanner) -> None:
     before = known(scanner)
     domains = nvlink_domains(before)
