@@ -1,7 +1,12 @@
 """`gpunode demo`: the story of a gang, told to a person watching a terminal."""
 
 import asyncio
+import os
+import shutil
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,7 +65,7 @@ def demo(
     except ClusterError as error:
         fail(str(error))
     minutes, seconds = divmod(int(time.monotonic() - began), 60)
-    _ending(out, cluster.kubeconfig, name, f"{minutes} min {seconds} s")
+    _ending(out, cluster, name, f"{minutes} min {seconds} s")
 
 
 async def _story(out: Console, cluster: "Cluster") -> None:
@@ -71,15 +76,13 @@ async def _story(out: Console, cluster: "Cluster") -> None:
         _chapter(out, 2, "A gang of 8 pods × 8 GPUs: an ordinary Job in one PodGroup")
         it.apply("team-a")
         it.apply("train")
-        with _spinner(out) as waiting:
-            waiting.add_task("Waiting for all 8 ranks to run")
+        with _waiting(out, "Waiting for all 8 ranks to run"):
             took = await it.until_running("train", 8, 60)
         out.print(f"All 8 ranks run after {took:.1f} s. Where every rank and its GPUs went:")
         out.print(_ranks(it.ranks("train")))
 
         _chapter(out, 3, f"XID {_XID} on one GPU of rank 3: it falls off the bus")
-        with _spinner(out) as waiting:
-            waiting.add_task("The old pods ignore SIGTERM, so their grace period of 30 s has to pass")
+        with _waiting(out, "The old pods ignore SIGTERM, so their grace period of 30 s has to pass"):
             broken = await it.break_one("train", _XID)
         out.print(f"{broken.rank.node}, {broken.device}:")
         out.print(f"  {broken.pod_status_s:5.1f} s  pod.status says Unhealthy: [red]{escape(broken.message)}[/red]")
@@ -96,8 +99,7 @@ async def _story(out: Console, cluster: "Cluster") -> None:
         out.print(f"  [yellow]{escape(it.placed('too-large')[2])}[/yellow]")
 
         _chapter(out, 5, "The first gang runs to its end")
-        with _spinner(out) as waiting:
-            waiting.add_task("Waiting for the Job to complete")
+        with _waiting(out, "Waiting for the Job to complete"):
             await it.until("Job train is Complete", 120, lambda: it.complete("train"))
         job = it.jobs.items["team-a/train"]
         out.print(
@@ -110,10 +112,17 @@ def _chapter(out: Console, number: int, title: str) -> None:
     out.print(f"\n[bold cyan]{number}. {title}[/bold cyan]")
 
 
-def _spinner(out: Console) -> Progress:
-    """Shows that something goes on, and for how long; nothing where there is no terminal."""
+@contextmanager
+def _waiting(out: Console, what: str) -> Iterator[None]:
+    """Shows what is waited for: on a terminal with a spinner and for how long, elsewhere in a line."""
+    if not out.is_terminal:
+        out.print(f"{what} ...")
+        yield
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
+    with Progress(*columns, console=out, transient=True) as bar:
+        bar.add_task(what)
+        yield
 
 
 def _ranks(ranks: "tuple[Rank, ...]") -> Table:
@@ -124,12 +133,15 @@ def _ranks(ranks: "tuple[Rank, ...]") -> Table:
     return table
 
 
-def _ending(out: Console, kubeconfig: Path, name: str, took: str) -> None:
+def _ending(out: Console, cluster: "Cluster", name: str, took: str) -> None:
     option = "" if name == "default" else f" --name {name}"
     out.print(f"\nThat was the story, in {took}. The cluster still runs. To look around:")
-    out.print(f"  export KUBECONFIG={kubeconfig}")
-    out.print("  kubectl get pods -n team-a -o wide")
-    out.print("  kubectl get podgroups,resourceclaims -n team-a")
+    programs = (("gpunode", Path(sys.argv[0]).absolute().parent), ("kubectl", Path(cluster.kubectl).parent))
+    if absent := [str(directory) for program, directory in programs if shutil.which(program) is None]:
+        out.print(f"  export PATH={os.pathsep.join(absent)}:$PATH", soft_wrap=True)
+    out.print(f"  export KUBECONFIG={cluster.kubeconfig}", soft_wrap=True)
+    out.print("  kubectl get pods,podgroups,resourceclaims -n team-a -o wide")
     out.print("  kubectl get resourceslices")
     out.print("  kubectl get events -A --field-selector type=Warning")
+    out.print("  gpunode explain podgroup/train -n team-a")
     out.print(f"To take it down:\n  gpunode cluster down{option}")
