@@ -1,0 +1,97 @@
+"""The commands of the documents on a real cluster, as a reader would type them."""
+
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from gpunode.cluster.cluster import Cluster
+from gpunode.cluster.install import kubectl
+from gpunode.cluster.paths import cache_root
+from gpunode.cluster.story import NAMESPACE, Stage, stage
+from tests.docs.documents import OPEN_A_GATE, ROOT, Command, all_commands, bound, commands, pages, runs_on_cluster
+
+pytestmark = pytest.mark.e2e
+
+PAGES = [page for page in pages() if any(runs_on_cluster(command) for command in commands(page))]
+# These show a gang that runs; the page on gangs makes its own.
+WITH_TRAIN = ("README.md", "docs/operations.md")
+POD = """
+apiVersion: v1
+kind: Pod
+metadata: {name: gated, namespace: team-a}
+spec:
+  containers: [{name: main, image: localhost/busybox:1, imagePullPolicy: IfNotPresent, command: [sleep, "1"]}]
+  resourceClaims: [{name: gpus, resourceClaimName: there-is-none}]
+"""
+
+
+def environment(cluster: Cluster) -> Mapping[str, str]:
+    """What the two export lines of the README set."""
+    path = f"{ROOT}/.venv/bin:{Path(cluster.kubectl).parent}:{os.environ['PATH']}"
+    return {**os.environ, "KUBECONFIG": str(cluster.kubeconfig), "PATH": path}
+
+
+def run(cluster: Cluster, text: str, stdin: str = "") -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=ROOT, env=environment(cluster), input=stdin, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+async def it(cluster: Cluster) -> AsyncIterator[Stage]:
+    async with stage(cluster) as found:
+        found.apply("team-a")
+        await found.clear()
+        yield found
+        await found.clear()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+async def test_commands_on_a_cluster(cluster: Cluster, it: Stage, page: Path) -> None:
+    if str(page.relative_to(ROOT)) in WITH_TRAIN:
+        it.apply("train")
+        await it.until_running("train", 8, 60)
+    ran = [run(cluster, command.text) for command in commands(page) if runs_on_cluster(command)]
+    assert any(ran), "not one of them said anything"
+
+
+def dry(name: str) -> list[Command]:
+    return [c for c in all_commands() if (where := bound(c)) is not None and where.by.endswith(f"::{name}")]
+
+
+@pytest.mark.parametrize("text", sorted({c.text for c in dry("test_installing_and_removing_is_accepted")}))
+def test_installing_and_removing_is_accepted(cluster: Cluster, text: str) -> None:
+    run(cluster, f"{text} --dry-run=server")
+
+
+def test_the_environment_is_as_documented(cluster: Cluster) -> None:
+    assert Path(cluster.kubectl).parent == cache_root() / f"kubernetes-{cluster.spec.kubernetes}"
+    name = cluster.spec.name
+    assert run(cluster, f"gpunode cluster kubeconfig --path --name {name}").strip() == str(cluster.kubeconfig)
+    assert "gpu-node-0" in run(cluster, f"gpunode cluster status --name {name}")
+
+
+def test_a_nodes_namespace_can_be_entered(cluster: Cluster) -> None:
+    rows = json.loads(run(cluster, f"gpunode cluster status --name {cluster.spec.name} -o json"))["components"]
+    pid = next(row["pid"] for row in rows if row["component"] == f"{cluster.nodes[0].name}.holder")
+    (line,) = [c.text for c in all_commands() if c.text.startswith("nsenter ")]
+    run(cluster, line.replace("PID", str(pid)))
+
+
+async def test_a_gate_can_be_opened_by_hand(cluster: Cluster, it: Stage) -> None:
+    (line,) = [c.text for c in all_commands() if c.text.startswith(OPEN_A_GATE)]
+    run(cluster, "kubectl create -f -", POD)
+    gates = ("get", "pod", "-n", NAMESPACE, "gated", "-o", "jsonpath={.spec.schedulingGates[*].name}")
+    try:
+        assert kubectl(cluster, *gates) == "gpunode.dev/placement"
+        run(cluster, line.replace("POD", "gated"))
+        assert kubectl(cluster, *gates) == ""
+    finally:
+        kubectl(cluster, "delete", "pod", "-n", NAMESPACE, "gated", "--now")

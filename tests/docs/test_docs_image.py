@@ -1,0 +1,83 @@
+"""The image: what its Dockerfile promises, and, where buildah is installed, the image itself."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.documents import ROOT
+
+TEXT = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
+INSTRUCTIONS = re.findall(r"^([A-Z]+) (.*)", TEXT, re.MULTILINE)
+
+
+def test_no_instruction_is_a_shell_string() -> None:
+    for word, rest in INSTRUCTIONS:
+        if word in ("RUN", "ENTRYPOINT", "CMD"):
+            argv = re.sub(r"^(--\S+\s+)+", "", rest)
+            assert isinstance(json.loads(argv), list), rest
+
+
+def test_the_last_stage_is_not_root() -> None:
+    last = TEXT.rpartition("\nFROM ")[2]
+    (user,) = re.findall(r"^USER (\d+):\d+$", last, re.MULTILINE)
+    assert int(user) > 0
+    (deployment,) = yaml.safe_load_all((ROOT / "daemonset" / "base" / "deployment.yaml").read_text())
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"] == int(user)
+
+
+def test_what_is_copied_is_sent_to_the_builder() -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        name for word, rest in INSTRUCTIONS if word == "COPY" and "--from" not in rest for name in rest.split()[:-1]
+    }
+    assert copied == sent
+    assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[str]:
+    """Built on a base of this machine's Debian, without a registry."""
+    for tool in ("buildah", "debootstrap"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed (apt-get install buildah debootstrap)")
+    yield from _build()
+
+
+def _build() -> Iterator[str]:
+    base, name = "localhost/gpunode-test-base", "localhost/gpunode-test"
+    root = Path("/var/tmp/gpunode-test-base")
+    try:
+        shutil.rmtree(root, ignore_errors=True)
+        _run("debootstrap", "--variant=minbase", "--include=python3,ca-certificates", "bookworm", str(root))
+        container = _run("buildah", "from", "scratch").strip()
+        _run("buildah", "add", container, str(root), "/")
+        _run("buildah", "commit", "--rm", container, base)
+        _run("buildah", "bud", "--isolation", "chroot", "--build-arg", f"BASE={base}", "-t", name, str(ROOT))
+        yield name
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        for one in (name, base):
+            subprocess.run(["buildah", "rmi", one], capture_output=True, check=False)
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.soak
+def test_the_image_builds_and_runs(image: str) -> None:
+    container = _run("buildah", "from", image).strip()
+    try:
+        shown = _run("buildah", "run", "--isolation", "chroot", container, "--", "gpunode", "fake", "list")
+        assert "dgx-a100-80" in shown
+        assert _run("buildah", "run", "--isolation", "chroot", container, "--", "id", "-u").strip() == "65532"
+    finally:
+        _run("buildah", "rm", container)
