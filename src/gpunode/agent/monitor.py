@@ -48,7 +48,7 @@ class _Taken:
 
 
 class HealthMonitor:
-    """`health` is the current verdict on every device of `devices`."""
+    """`health` is the current verdict on every device; nobody sees it before it is on disk (where that can be)."""
 
     def __init__(self, machine: HealthMachine, path: Path, listener: Listener, complain: Complain) -> None:
         self._machine = machine
@@ -138,18 +138,16 @@ class HealthMonitor:
             polls_only = all(isinstance(signal, GpuSample) for signal in signals)
             within = 0.0 if step.transitions else _SAVE_POLLS_S if polls_only else _SAVE_SIGNALS_S
             self._save_at = min(self._save_at, time.monotonic() + within)
-        before, self._state = self._health, state
-        self._health = self._machine.project(state, self._devices)
+        self._state = state
         if time.monotonic() >= self._save_at:
             await self._save()
+        before, self._health = self._health, self._machine.project(state, self._devices)
         if step.transitions or self._health != before:
             await self._listener(step.transitions)
 
     async def _save(self) -> None:
-        self._save_at = float("inf")
         problem = await asyncio.to_thread(save, self._path, self._state)
-        if problem:
-            self._save_at = time.monotonic() + _SAVE_POLLS_S
+        self._save_at = time.monotonic() + _SAVE_POLLS_S if problem else float("inf")
         if problem and problem != self._save_problem:
             self._complain("HealthStateNotSaved", problem)
         self._save_problem = problem
