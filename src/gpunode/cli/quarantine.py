@@ -72,11 +72,14 @@ async def _impose(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: 
     if not found:
         fail(f"node {node} publishes no device {device}; it has: {', '.join(published) or 'none'}")
     for name in found:
+        body = rule(kind.group_version, node, name, f"{reason} ({getpass.getuser()})")
         try:
-            await api.create(kind.path(), rule(kind.group_version, node, name, f"{reason} ({getpass.getuser()})"))
+            await api.create(kind.path(), body)
         except ApiError as error:
             if error.status != 409:
                 raise
+            annotations = body["metadata"]["annotations"]
+            await api.patch(kind.path(name=body["metadata"]["name"]), {"metadata": {"annotations": annotations}})
     return len(found)
 
 
