@@ -17,6 +17,9 @@ RUN --mount=type=cache,target=/var/lib/apt/lists --mount=type=cache,target=/var/
 FROM python AS build
 RUN --mount=type=cache,target=/var/lib/apt/lists --mount=type=cache,target=/var/cache/apt \
     ["apt-get", "install", "-y", "--no-install-recommends", "python3-venv"]
+# pip and uv bring authorities of their own; the base's may know a company's as well.
+ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt \
+    SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 RUN ["python3", "-m", "venv", "/opt/uv"]
 RUN ["/opt/uv/bin/pip", "install", "--no-cache-dir", "--disable-pip-version-check", "uv==0.13.9"]
 ENV UV_PROJECT_ENVIRONMENT=/opt/gpunode \

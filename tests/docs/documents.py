@@ -21,7 +21,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Bound:
-    """A command that is run by something else: a test (`file::function`) or a line of the Makefile (`Makefile:target`)."""
+    """A command that something else runs: a test (`file::function`) or a target of the Makefile (`Makefile:target`)."""
 
     by: str
     why: str
@@ -124,7 +124,9 @@ BOUND = {
     ),
     "kubectl apply -k daemonset/base": _DRY,
     "kubectl delete -k daemonset/base --ignore-not-found": _DRY,
-    "kubectl delete mutatingadmissionpolicybindings --ignore-not-found gate.gpunode.dev claim-finalizer.gpunode.dev": _DRY,
+    "kubectl delete mutatingadmissionpolicybindings --ignore-not-found gate.gpunode.dev claim-finalizer.gpunode.dev": (
+        _DRY
+    ),
     "kubectl delete deployment -n gpunode-system --ignore-not-found gpunode-controller": _DRY,
     "kubectl delete devicetaintrules --ignore-not-found gpunode-managed-gpu.gpunode.dev": _DRY,
     "gpunode claims": Bound(

@@ -55,6 +55,8 @@ def _build() -> Iterator[str]:
     try:
         shutil.rmtree(root, ignore_errors=True)
         _run("debootstrap", "--variant=minbase", "--include=python3,ca-certificates", "bookworm", str(root))
+        # Behind a proxy with an authority of its own the build needs it too.
+        shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs/ca-certificates.crt")
         container = _run("buildah", "from", "scratch").strip()
         _run("buildah", "add", container, str(root), "/")
         _run("buildah", "commit", "--rm", container, base)
