@@ -22,7 +22,7 @@ from gpunode.cluster.spec import DEFAULT_KUBERNETES, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from gpunode.cluster.cluster import Cluster
-    from gpunode.cluster.story import Rank
+    from gpunode.cluster.story import Break, Rank
 
 _XID = 79
 
@@ -85,10 +85,8 @@ async def _story(out: Console, cluster: "Cluster") -> None:
         with _waiting(out, "The old pods ignore SIGTERM, so their grace period of 30 s has to pass"):
             broken = await it.break_one("train", _XID)
         out.print(f"{broken.rank.node}, {broken.device}:")
-        out.print(f"  {broken.pod_status_s:5.1f} s  pod.status says Unhealthy: [red]{escape(broken.message)}[/red]")
-        out.print(f"  {broken.evicted_s:5.1f} s  the whole gang is evicted, once, by suspending its Job")
-        out.print(f"  {broken.old_ended_s:5.1f} s  the last old pod has ended and given its GPUs back")
-        out.print(f"  {broken.running_again_s:5.1f} s  later all 8 ranks run again, away from the broken GPU:")
+        out.print(_times(broken))
+        out.print("Where they run now, away from the broken GPU:")
         out.print(_ranks(broken.ranks))
 
         _chapter(out, 4, "A second gang of 2 × 8 GPUs, for which there is no room")
@@ -125,8 +123,23 @@ def _waiting(out: Console, what: str) -> Iterator[None]:
         yield
 
 
+def _times(broken: "Break") -> Table:
+    """What happened when, in seconds since the fault."""
+    again = broken.running_again_s
+    happened = [
+        (broken.pod_status_s, f"pod.status says Unhealthy: [red]{escape(broken.message)}[/red]"),
+        (broken.evicted_s, "the whole gang is evicted, once, by suspending its Job"),
+        (broken.old_ended_s, "the last old pod has ended and given its GPUs back"),
+        (broken.old_ended_s + again, f"all 8 ranks run again, {again:.1f} s after the last old one ended"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    for seconds, what in sorted(happened):
+        table.add_row("", f"{seconds:5.1f} s", what)
+    return table
+
+
 def _ranks(ranks: "tuple[Rank, ...]") -> Table:
-    table = Table("rank", "pod", "node", "GPUs (PCI address)")
+    table = Table("rank", "pod", "node", "GPUs (PCI bus)")
     for rank in ranks:
         addresses = " ".join(device.removeprefix("gpu-0000-").removesuffix("-00-0") for device in rank.devices)
         table.add_row(str(rank.rank), rank.pod, rank.node, addresses)

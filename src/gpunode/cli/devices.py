@@ -125,10 +125,20 @@ def topology(
 
 
 @fake.command("list")
-def list_profiles() -> None:
-    """List the board profiles that come with gpunode."""
+def list_profiles(
+    output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
+) -> None:
+    """List the board profiles that come with gpunode.
+
+    Example: [bold]gpunode fake list[/bold]
+    """
     from gpunode.hardware.board import board_names, load_board
 
+    if output is not Format.TABLE:
+        boards = {name: load_board(name) for name in board_names()}
+        emit([{"profile": n, "gpus": len(b.gpus), "product": b.product, "nvlinks": b.nvlink.links,
+               "mig": bool(b.mig_profiles), "estimates": b.unknown} for n, b in boards.items()], output)  # fmt: skip
+        return
     table = Table("Profile", "GPUs", "Product", "NVLink", "MIG", "Estimates", box=None)
     for name in board_names():
         board = load_board(name)
