@@ -1,0 +1,167 @@
+"""Sources of health on a fake machine: kernel log, NVML events and polls, together and each alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from agent_ward import Heard, running, until
+
+from gpunode.agent.inventory import HardwareWatch
+from gpunode.agent.monitor import HealthMonitor
+from gpunode.agent.sources import follow_kernel_log, follow_nvml
+from gpunode.hardware.board import load_board
+from gpunode.hardware.discover import discover
+from gpunode.hardware.fake import FakeMachine, Recover, Xid, kernel_log
+from gpunode.hardware.fake.faults import DriverGone, DriverReload, Lost, RemapPending
+from gpunode.hardware.rescan import Scanner
+from gpunode.health.devices import device_map
+from gpunode.health.policy import Policy
+from gpunode.health.state import HealthState
+from gpunode.model.hardware import Inventory
+from gpunode.model.health import Dimension, Level
+
+FIRST, SECOND = "gpu-0000-07-00-0", "gpu-0000-0f-00-0"
+XID_79 = "NVRM: Xid (PCI:0000:07:00): 79, pid=1, GPU has fallen off the bus."
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[FakeMachine]:
+    made = FakeMachine.create(load_board("dgx-a100-80"), "node-1", tmp_path / "fake")
+    made.nvml.nvmlInit()
+    yield made
+
+
+@asynccontextmanager
+async def watched(
+    machine: FakeMachine, heard: Heard, path: Path, log: Path | None = None, polls: bool = False
+) -> AsyncIterator[tuple[HealthMonitor, HardwareWatch]]:
+    """A monitor with all sources on a fake machine. log: read instead of the machine's own."""
+    inventory = discover(machine.nvml, machine.roots, "node-1")
+    async with running(path, heard, Policy(hold_down_s=0), device_map(inventory), "boot") as monitor:
+
+        def changed(found: Inventory) -> None:
+            monitor.use(device_map(found))
+
+        watch = HardwareWatch(Scanner(machine.nvml, machine.roots, "node-1"), machine.nvml, inventory, monitor, changed)
+        work = [
+            follow_kernel_log(log or machine.roots.kmsg, monitor, heard.complain),
+            follow_nvml(machine.nvml, monitor),
+            *([watch.run()] if polls else []),
+        ]
+        tasks = [asyncio.create_task(one) for one in work]
+        await asyncio.sleep(0.3)  # NVML tells only what happens after the registration
+        try:
+            yield monitor, watch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def entry_counts(state: HealthState) -> tuple[int, int]:
+    entry = state.devices[FIRST].entries["xid/109"]
+    return entry.kernel, entry.nvml
+
+
+async def test_both_sources_tell_of_one_event_and_it_is_one(machine: FakeMachine, tmp_path: Path) -> None:
+    heard = Heard()
+    async with watched(machine, heard, tmp_path / "h.json") as (monitor, _):
+        machine.inject(Xid(device=FIRST, code=109))
+        await until(lambda: FIRST in monitor.state.devices and entry_counts(monitor.state) == (1, 1))
+        assert monitor.state.devices[FIRST].entries["xid/109"].count == 1
+    assert [c for c in heard.changes(FIRST) if c[0] == "109"] == [("109", "raised")]
+
+
+@pytest.mark.parametrize("make", ["a directory", "nothing", "no permission"])
+async def test_without_a_kernel_log_nvml_alone_tells_and_that_is_said(
+    machine: FakeMachine, tmp_path: Path, make: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "kmsg"
+    if make == "a directory":
+        log.mkdir()
+    elif make == "no permission":
+        log.write_text("")
+        real = Path.open
+
+        def refuse(path: Path, *args: object, **kwargs: object) -> object:
+            if path == log:
+                raise PermissionError(1, "Operation not permitted", str(log))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", refuse)
+    heard = Heard()
+    async with watched(machine, heard, tmp_path / "h.json", log) as (monitor, _):
+        await until(lambda: bool(heard.complaints))
+        machine.inject(Xid(device=FIRST, code=109))
+        await until(lambda: monitor.health.of(FIRST).level is Level.UNHEALTHY)
+        ((reason, message),) = heard.complaints
+        assert reason == "KernelLogUnreadable"
+        assert message.startswith(f"{log} cannot be read (")
+        assert "only NVML tells" in message
+
+
+async def test_a_log_that_appears_later_is_read(machine: FakeMachine, tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    async with watched(machine, Heard(), tmp_path / "h.json", log) as (monitor, _):
+        await until(lambda: not monitor.health.devices)
+        kernel_log.append(log, XID_79)
+        await until(lambda: monitor.health.of(FIRST).level is Level.UNHEALTHY)
+
+
+async def test_a_restart_reads_on_where_it_was(machine: FakeMachine, tmp_path: Path) -> None:
+    """What was written while nobody ran counts, what was read before does not count twice."""
+    log = machine.roots.kmsg
+    kernel_log.append(log, XID_79)
+    async with watched(machine, Heard(), tmp_path / "h.json") as (monitor, _):
+        await until(lambda: FIRST in monitor.health.devices)
+        kernel_log.append(log, "usb 1-1: new device")
+        await until(lambda: monitor.kernel_sequence == 2)
+    kernel_log.append(log, XID_79.replace("07:00", "0f:00"))
+    heard = Heard()
+    async with watched(machine, heard, tmp_path / "h.json") as (monitor, _):
+        await until(lambda: SECOND in monitor.health.devices)
+        assert monitor.state.devices[FIRST].entries["xid/79"].kernel == 1
+    assert heard.changes(FIRST) == []
+
+
+async def test_polls_find_what_nobody_tells(machine: FakeMachine, tmp_path: Path) -> None:
+    heard = Heard()
+    async with watched(machine, heard, tmp_path / "h.json", tmp_path / "none", polls=True) as (monitor, watch):
+        machine.inject(Lost(device=FIRST), RemapPending(device=SECOND))
+        watch.wake()
+        await until(lambda: {FIRST, SECOND} <= set(monitor.health.devices))
+        assert [f.dimension for f in monitor.health.of(FIRST).findings] == [Dimension.PRESENCE]
+        assert monitor.health.of(SECOND).level is Level.DEGRADED
+        machine.inject(Recover(device=FIRST), Recover(device=SECOND))
+        # The first poll begins the end, a later one confirms it.
+        for _ in range(3):
+            watch.wake()
+            await asyncio.sleep(0.3)
+        await until(lambda: not monitor.health.devices)
+
+
+async def test_a_driver_that_goes_and_comes_back_is_no_loss(machine: FakeMachine, tmp_path: Path) -> None:
+    heard = Heard()
+    async with watched(machine, heard, tmp_path / "h.json", polls=True) as (monitor, watch):
+        machine.inject(DriverGone())
+        for _ in range(3):
+            watch.wake()
+            await asyncio.sleep(0.2)
+        machine.inject(DriverReload())
+        watch.wake()
+        await asyncio.sleep(0.5)
+        machine.inject(Xid(device=SECOND, code=109))
+        await until(lambda: SECOND in monitor.health.devices)
+        assert FIRST not in monitor.health.devices
+    assert not [t for t in heard.transitions if t.dimension is Dimension.PRESENCE]
+
+
+async def test_a_fault_of_one_gpu_changes_nothing_about_another(machine: FakeMachine, tmp_path: Path) -> None:
+    async with watched(machine, Heard(), tmp_path / "h.json", polls=True) as (monitor, watch):
+        machine.inject(Xid(device=FIRST, code=79))
+        watch.wake()
+        await until(lambda: monitor.health.of(FIRST).level is Level.UNHEALTHY)
+        await asyncio.sleep(0.5)
+        assert set(monitor.health.devices) == {FIRST}
