@@ -172,7 +172,7 @@ class Looks:
     async def __call__(self) -> Findings:
         self.count += 1
         if self.lookout is not None:
-            self.lookout.called()  # as its repairs do
+            self.lookout.called({})  # as its repairs do
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -193,11 +193,20 @@ async def test_a_look_follows_the_kubelets_calls_and_tells_changes_once() -> Non
     await asyncio.sleep(0.05)
     assert looks.count == 1, "a look brought on the next one"
     for count in range(2, 6):
-        lookout.called()
+        lookout.called({})
         await looks.reach(count)
         await asyncio.sleep(0.01)
     task.cancel()
     assert told == [frozenset(), frozenset({"g0"}), frozenset()]
+
+
+async def test_a_call_during_a_look_is_not_forgotten() -> None:
+    looks = Looks(findings())
+    lookout = looks.lookout = Lookout(looks, lambda _: None, every_s=3600, soon_s=0, pause_s=0)
+    lookout.called(entries(entry("a", "g0")))
+    task = asyncio.create_task(lookout.run())
+    await looks.reach(2)
+    task.cancel()
 
 
 async def test_a_look_comes_by_itself_too() -> None:

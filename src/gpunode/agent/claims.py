@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError
 from gpunode.kube.kinds import CLAIMS
+from gpunode.kubelet.checkpoint import Entries
 from gpunode.kubelet.reconcile import Findings
 from gpunode.model.resource import ResourceClaim
 
@@ -44,7 +45,7 @@ class LiveClaims:
 class Lookout:
     """Runs the second look every minute, and soon after the kubelet called, for that is when something may be left.
 
-    `held` is told the devices that nobody should be given, whenever that set changes.
+    `held` is told the devices that nobody should be given, after the first look and whenever that set changes.
     """
 
     def __init__(
@@ -57,17 +58,19 @@ class Lookout:
     ) -> None:
         self._look = look
         self._tell = held
-        self._held: frozenset[str] = frozenset()
+        self._held: frozenset[str] | None = None
+        self._known: Entries = {}
         self._every_s = every_s
         self._soon_s = soon_s
         self._pause_s = pause_s
         self._called = asyncio.Event()
         self._looking = False
 
-    def called(self) -> None:
-        """The kubelet called. What a look itself repairs is no reason for another one."""
-        if not self._looking:
+    def called(self, entries: Entries) -> None:
+        """The kubelet called, and left these. A look that finds all as it was is no reason for another one."""
+        if not self._looking or entries != self._known:
             self._called.set()
+        self._known = entries
 
     async def run(self) -> None:
         """Look until cancelled; the first time at once, for what happened while no agent was here."""

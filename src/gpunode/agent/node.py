@@ -217,7 +217,7 @@ class NodeAgent:
     def _on_claims(self, entries: Entries) -> None:
         """Devices that this node has given out stay published whatever happens to them."""
         self._statuses.update(entries)
-        self._lookout.called()
+        self._lookout.called(entries)
         in_use = frozenset(device.device for entry in entries.values() for device in entry.devices)
         if in_use != self._in_use:
             self._in_use = in_use
