@@ -1,6 +1,7 @@
 """The sentences people read, word for word."""
 
 import pytest
+from msgspec.structs import replace
 from scenario import CONFIG, DRIVER, NOW, reasons, run, scenario
 
 from gpunode.gang.explain import explain
@@ -79,6 +80,14 @@ from gpunode.model.gang import ReasonCode
 )
 def test_reason(text: str, expected: str) -> None:
     assert reasons(run(text)) == {"g": expected}
+
+
+def test_a_gang_that_has_run_is_not_said_to_wait() -> None:
+    world = scenario("node n1\nnode n2\ngang g pods=8,8 bound=n1,n2")
+    for key, phase in (("default/g-0", "Succeeded"), ("default/g-1", "Failed")):
+        world.pods[key] = replace(world.pods[key], status=replace(world.pods[key].status, phase=phase))
+    reason = explain(world.snapshot(), "podgroup/default/g", NOW, CONFIG)
+    assert reason.text == "all 2 pods have run to the end, 1 with success"
 
 
 def test_a_failing_selector_is_quoted() -> None:

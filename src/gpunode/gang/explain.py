@@ -31,12 +31,14 @@ def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) ->
 
 def _settled(snapshot: Snapshot, gang_key: str) -> Reason:
     kind, _, key = gang_key.partition("/")
-    pods = [
-        pod
-        for pod in snapshot.pods.values()
-        if not pod.finished and not pod.terminating and (pod.metadata.key if kind == "pod" else _group_of(pod)) == key
-    ]
-    return placed_reason(pods, snapshot)
+    pods = [p for p in snapshot.pods.values() if (p.metadata.key if kind == "pod" else _group_of(p)) == key]
+    live = [pod for pod in pods if not pod.finished and not pod.terminating]
+    if pods and not live and all(pod.finished for pod in pods):
+        succeeded = sum(pod.status.phase == "Succeeded" for pod in pods)
+        subject = "its 1 pod has" if len(pods) == 1 else f"all {len(pods)} pods have"
+        text = f"{subject} run to the end, {succeeded} with success"
+        return Reason(ReasonCode.PLACED, text, {"pods": len(pods), "succeeded": succeeded})
+    return placed_reason(live, snapshot)
 
 
 def _group_of(pod: Pod) -> str:
