@@ -183,7 +183,7 @@ async def test_event_watch_tells_xids_and_loss_once_and_goes_on(machine: FakeMac
             ("xid", 79, None, None),
             ("lost", 0, None, None),
         ]
-        assert {str(e.pci) for e in seen} == {"0000:07:00.0"}
+        assert {(str(e.pci), e.uuid) for e in seen} == {("0000:07:00.0", machine.state.gpus[0].uuid)}
         await _watching(machine, set(range(1, 8)))
         machine.inject(Xid(device="3", code=31))
         assert (await asyncio.wait_for(anext(stream), 5)).code == 31

@@ -234,6 +234,14 @@ def test_shared_gpu_gives_memory_by_the_gibibyte(tmp_path: Path) -> None:
     assert set(first.capacity) == {"memory"}
 
 
+@pytest.mark.parametrize(("gibibytes", "shared"), [(1.5, False), (1.999, False), (2, True), (2.5, True)])
+def test_a_gpu_too_small_to_share_is_given_out_whole(gibibytes: float, shared: bool, tmp_path: Path) -> None:
+    inventory = inventory_of("t4", tmp_path)
+    small = replace(inventory.gpus[0], memory_bytes=int(gibibytes * 2**30))
+    slices = plan(replace(inventory, gpus=(small,)), NodeHealth(), config("shared"))
+    assert (slices[0].spec.devices[0].allow_multiple_allocations, lint(slices)) == (shared, ())
+
+
 def sick(device: str) -> NodeHealth:
     finding = Finding(Dimension.XID, Level.UNHEALTHY, "95", Action.RESET_GPU, "bad", "2026-01-01T00:00:00Z")
     return NodeHealth({device: DeviceHealth(device, (finding,))})
