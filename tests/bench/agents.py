@@ -1,5 +1,6 @@
-"""Figures of one agent on a real node: its start, and what it uses when nothing happens."""
+"""Figures of one agent on a real node: its start, its slices over restarts, and what it uses when nothing happens."""
 
+import asyncio
 import re
 import time
 from datetime import datetime
@@ -8,6 +9,7 @@ import psutil
 
 from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.install import Installation, agent_name, start_agent
+from tests.e2e.rolling import kill_agent, replace_agent, restart_kubelet, slice_gaps
 
 _READY = re.compile(r"^(\S+ \S+) INFO .*ready: slices published", re.MULTILINE)
 
@@ -46,6 +48,29 @@ def _ready_at(cluster: Cluster, node: Node, after: int) -> float:
                 return datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
         time.sleep(0.05)
     raise TimeoutError(f"the agent of {node.name} is not ready: {cluster.processes.tail(agent_name(node.name))}")
+
+
+def slice_gap_s(cluster: Cluster, rounds: int = 3) -> list[float]:
+    """The longest time without the node's slices in each of: a kubelet restart, kill -9 of the agent, a rolling update
+    there and one back. As a watch sees it, which is how the controller and kube-scheduler do."""
+    return asyncio.run(_slice_gaps(cluster, rounds))
+
+
+async def _slice_gaps(cluster: Cluster, rounds: int) -> list[float]:
+    node = cluster.nodes[-1]
+    found = []
+    for _ in range(rounds):
+        async with slice_gaps(cluster, node) as gaps:
+            await restart_kubelet(cluster, node, gaps)
+            found.append(gaps.longest_s)
+        async with slice_gaps(cluster, node) as gaps:
+            await kill_agent(cluster, node)
+            found.append(gaps.longest_s)
+        async with slice_gaps(cluster, node) as gaps:
+            await replace_agent(cluster, node, old="", new="next")
+            await replace_agent(cluster, node, old="next", new="")
+            found.append(gaps.longest_s)
+    return found
 
 
 def rss_mb(cluster: Cluster) -> list[float]:

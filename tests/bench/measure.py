@@ -41,6 +41,7 @@ FIGURES = (
     Figure("gang.decide_place_ms", "ms", "median", "decide"),
     Figure("gang.decide_waiting_ms", "ms", "median", "decide"),
     Figure("agent.start_s", "s", "max", "start", cluster=True),
+    Figure("agent.slice_gap_s", "s", "max", "gap", cluster=True),
     Figure("agent.rss_mb", "MB", "max", "rss", cluster=True),
     Figure("agent.cpu_idle_percent", "% of a core", "max", "idle", cluster=True),
     Figure("health.taint_p99_ms", "ms", "p99", "fault", cluster=True),
@@ -117,6 +118,7 @@ _LOCAL: dict[str, Callable[[], dict[str, Samples]]] = {
 }
 _ON_CLUSTER: dict[str, Callable[[Cluster], dict[str, Samples]]] = {
     "start": lambda cluster: {"agent.start_s": agents.start_s(cluster)},
+    "gap": lambda cluster: {"agent.slice_gap_s": agents.slice_gap_s(cluster)},
     "rss": lambda cluster: {"agent.rss_mb": agents.rss_mb(cluster)},
     "idle": lambda cluster: {"agent.cpu_idle_percent": agents.cpu_idle_percent(cluster)},
     "fault": _fault,
