@@ -77,6 +77,7 @@ ON_CLUSTER = (
     "gpunode faults inject ",
     "gpunode faults recover ",
     "gpunode faults play ",
+    "gpunode quarantine ",
     "kubectl get ",
     "kubectl wait ",
     "kubectl label ",
