@@ -134,17 +134,26 @@ class Ward:
             node, _, device = name.partition("/")
             await self.recover(node, device)
 
-    def patients(self, node: Node) -> str:
-        """Start one pod that holds all GPUs of a node and tolerates everything; its name."""
+    def admit(self, node: Node) -> None:
+        """Ask for one pod that holds all GPUs of a node and tolerates XIDs, and nothing else."""
         text = PATIENTS.read_text().replace("NODE", node.name)
         path = self.cluster.layout.state / f"patient-{node.name}.yaml"
         path.write_text(text)
         kubectl(self.cluster, "apply", "-f", str(path))
-        return f"patient-{node.name}"
+
+    def patient(self, node: Node) -> Pod | None:
+        """The patient of a node as it is now."""
+        return self.pods.items.get(f"{NAMESPACE}/patient-{node.name}")
+
+    def is_running(self, node: Node) -> bool:
+        """Whether the node's patient runs and is to stay."""
+        pod = self.patient(node)
+        return pod is not None and pod.status.phase == "Running" and not pod.terminating
 
     async def discharge(self) -> None:
-        """Remove the namespace and all in it."""
-        kubectl(self.cluster, "delete", "namespace", NAMESPACE, "--ignore-not-found", "--wait=false")
+        """Remove all patients; the namespace stays."""
+        kinds = "pods,resourceclaims"
+        kubectl(self.cluster, "delete", kinds, "--all", "-n", NAMESPACE, "--ignore-not-found", "--wait=false")
         await self.until("all patients are gone", 60, lambda: not self.pods.items and not self.claims.items)
 
 

@@ -31,12 +31,12 @@ async def _latency(cluster: Cluster) -> dict[str, list[float]]:
     async with ward(cluster) as it:
         await it.recover_all()
         for node in cluster.nodes:
-            it.patients(node)
+            it.admit(node)
         try:
             await it.until(
                 "a running patient on every node",
                 90,
-                lambda: sum(pod.status.phase == "Running" for pod in it.pods.items.values()) == len(cluster.nodes),
+                lambda: all(it.is_running(node) for node in cluster.nodes),
             )
             for node in cluster.nodes:
                 for device in sorted(it.devices(node.name)):
@@ -64,10 +64,11 @@ def storm(cluster: Cluster) -> dict[str, list[float]]:
 
     Raises TimeoutError when the XID 79 is missed.
     """
-    return asyncio.run(_storm(cluster))
+    return asyncio.run(storm_on(cluster, _STORM_LINES, _STORM_S))
 
 
-async def _storm(cluster: Cluster) -> dict[str, list[float]]:
+async def storm_on(cluster: Cluster, lines: int, seconds: float) -> dict[str, list[float]]:
+    """`storm` of another size, on the first node."""
     node = cluster.nodes[0]
     record = cluster.processes.get(agent_name(node.name))
     if record is None:
@@ -77,7 +78,7 @@ async def _storm(cluster: Cluster) -> dict[str, list[float]]:
         noisy, broken, *_ = sorted(it.devices(node.name))
         await asyncio.sleep(2)
         before = it.writes.get(node.name, 0)
-        ended = await asyncio.to_thread(_write_storm, node, noisy, broken)
+        ended = await asyncio.to_thread(_write_storm, node, noisy, broken, lines, seconds)
         calm = await asyncio.to_thread(_calm_after, psutil.Process(record.pid), ended)
         await it.until("the fault within the storm", 10, lambda: bool(it.taints(node.name, broken)))
         await asyncio.sleep(2)
@@ -86,7 +87,7 @@ async def _storm(cluster: Cluster) -> dict[str, list[float]]:
     return {"writes": [float(writes)], "settle": [calm]}
 
 
-def _write_storm(node: Node, noisy: str, broken: str) -> float:
+def _write_storm(node: Node, noisy: str, broken: str, lines: int, seconds: float) -> float:
     """Lines in portions of ten milliseconds, as the kernel would; time.monotonic() at the last one."""
     domain, bus, slot, _ = noisy.removeprefix("gpu-").split("-")
     text = f"NVRM: Xid (PCI:{domain}:{bus}:{slot}): 45, pid=4711, name=python3, Ch 00000010"
@@ -94,13 +95,11 @@ def _write_storm(node: Node, noisy: str, broken: str) -> float:
     first = int(node.kmsg.read_bytes().rstrip().rpartition(b"\n")[2].split(b",")[1]) + 1
     began = time.monotonic()
     numbers = count(first)
-    portions = int(_STORM_S / 0.01)
+    portions = int(seconds / 0.01)
     with node.kmsg.open("ab", buffering=0) as log:
         for portion in range(portions):
-            lines = [
-                f"3,{next(numbers)},{time.monotonic_ns() // 1000},-;{text}\n" for _ in range(_STORM_LINES // portions)
-            ]
-            log.write("".join(lines).encode())
+            now = time.monotonic_ns() // 1000
+            log.write("".join(f"3,{next(numbers)},{now},-;{text}\n" for _ in range(lines // portions)).encode())
             if portion == portions // 2:
                 log_xid(node, broken, _XID, "GPU has fallen off the bus.")
                 next(numbers)
