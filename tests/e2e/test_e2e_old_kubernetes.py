@@ -3,6 +3,9 @@
 Marked soak too, since its control plane takes minutes to compile once more.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,4 +66,23 @@ async def test_a_gang_is_placed_broken_and_put_back_together(old: Cluster) -> No
             assert (job.status.succeeded, job.status.failed) == (2, 0)
             assert check.jobs.suspensions == {f"{NAMESPACE}/train": 1}
             assert_whole(check)
+        await it.clear()
+
+
+async def test_a_rule_of_the_older_version_moves_a_gang(old: Cluster) -> None:
+    async with stage(old) as it:
+        await it.clear()
+        it.apply(PAIR)
+        await it.until_running("train", 2, 60)
+        before = it.ranks("train")
+        leaving = before[0].node
+        command = [sys.executable, "-m", "gpunode", "quarantine", leaving, before[0].devices[0]]
+        env = {**os.environ, "KUBECONFIG": str(old.kubeconfig)}
+        subprocess.run([*command, "--reason", "test"], env=env, check=True, timeout=30)
+        try:
+            await it.until_running("train", 2, 60, after=[rank.uid for rank in before])
+            assert leaving not in {rank.node for rank in it.ranks("train")}
+        finally:
+            subprocess.run([*command, "--lift"], env=env, check=True, timeout=30)
+        await it.until("Job train is Complete", 60, lambda: it.complete("train"))
         await it.clear()
