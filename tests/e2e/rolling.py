@@ -4,6 +4,7 @@ The end-to-end tests do it beside a running gang, the benchmark to measure how l
 """
 
 import asyncio
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 
 from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.install import Installation, agent_name, start_agent
+from gpunode.cluster.nodes import NODE_MARKER, process_name
+from gpunode.cluster.processes import environment, stop_pids
 from gpunode.kube.cache import Cache
 from gpunode.kube.client import Api
 from gpunode.kube.kinds import SLICES
@@ -85,6 +88,31 @@ async def kill_agent(cluster: Cluster, node: Node, pause_s: float = 0.0) -> None
     await asyncio.sleep(pause_s)
     await asyncio.to_thread(start_agent, cluster, node, Installation())
     await until(lambda: ready(cluster, node, mark), f"the agent of {node.name} to be ready")
+
+
+async def reboot(cluster: Cluster, node: Node) -> None:
+    """The node loses power and boots: every process of it dies at once, /run is empty, the GPUs know no process of
+    before, and kubelet and agent find a boot id that is new to them. Returns when the agent is ready."""
+    mark = log_end(cluster, node)
+    await asyncio.to_thread(_lose_power, cluster, node)
+    (node.state / "fake" / "machine.json").unlink()
+    runner = cluster.runner(node.name)
+    await asyncio.to_thread(runner.start_runtime)
+    await asyncio.to_thread(runner.start_kubelet)
+    await asyncio.to_thread(start_agent, cluster, node, Installation())
+    await until(lambda: ready(cluster, node, mark), f"the agent of {node.name} to be ready")
+
+
+def _lose_power(cluster: Cluster, node: Node) -> None:
+    runner = cluster.runner(node.name)
+    for name in (agent_name(node.name), process_name(node.name, "kubelet")):
+        cluster.processes.kill(name)
+    ctr = (runner.binaries["ctr"], "--address", str(runner.files.socket), "--namespace", "k8s.io", "tasks")
+    tasks = subprocess.run([*ctr, "ls", "-q"], capture_output=True, text=True, check=True).stdout.split()
+    for task in tasks:  # one that has ended meanwhile is what is wanted
+        subprocess.run([*ctr, "kill", "--all", "--signal", "KILL", task], capture_output=True, check=False)
+    marked = cluster.processes.marked().items()
+    stop_pids({pid: ticks for pid, ticks in marked if environment(pid).get(NODE_MARKER) == node.name}, grace=0)
 
 
 async def replace_agent(cluster: Cluster, node: Node, old: str, new: str, metrics_port: int = 0) -> None:

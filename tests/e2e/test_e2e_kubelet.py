@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpunode.agent.orders import give_order, new_order
 from gpunode.cluster.api import ApiStatusError
 from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.install import kubectl
@@ -24,7 +25,7 @@ from gpunode.kubelet.plugin import KubeletPaths
 from gpunode.kubelet.proto import dra_v1_pb2
 from gpunode.kubelet.resolve import ClaimRef
 from gpunode.model.names import DEFAULT_DRIVER, HELD_TAINT, SYSTEM_NAMESPACE
-from tests.e2e.rolling import kill_agent, replace_agent, restart_kubelet, slice_gaps, until
+from tests.e2e.rolling import kill_agent, reboot, replace_agent, restart_kubelet, slice_gaps, until
 from tests.kubelet.kubelet_fakes import dial, dra
 
 pytestmark = pytest.mark.e2e
@@ -46,8 +47,8 @@ def namespace(cluster: Cluster) -> Iterator[Cluster]:
         kubectl(cluster, "delete", "namespace", NAMESPACE, "--wait=true", "--timeout=50s")
 
 
-def start_pods(cluster: Cluster, *names: str) -> None:
-    """Pods with two GPUs each that run until they are deleted."""
+def start_pods(cluster: Cluster, *names: str, restart: str = "Never") -> None:
+    """Pods with two GPUs each that run until they are deleted. restart: their restartPolicy."""
     for name in names:
         container = {
             "name": "rank", "image": "localhost/busybox:1", "imagePullPolicy": "IfNotPresent",
@@ -55,7 +56,7 @@ def start_pods(cluster: Cluster, *names: str) -> None:
             "resources": {"claims": [{"name": "gpus"}]},
         }  # fmt: skip
         spec = {
-            "restartPolicy": "Never",
+            "restartPolicy": restart,
             "terminationGracePeriodSeconds": 2,
             "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "two"}],
             "containers": [container],
@@ -105,6 +106,7 @@ async def test_pods_notice_nothing_of_restarts_and_updates(namespace: Cluster) -
     before = pods(cluster)
     node = cluster.node(before["a"]["spec"]["nodeName"])
     await check_statuses(cluster, node, before["a"])
+    await check_a_fault_is_told(cluster, node, before["a"])
 
     async with slice_gaps(cluster, node) as gaps:
         await restart_kubelet(cluster, node, gaps)
@@ -158,6 +160,23 @@ async def check_statuses(cluster: Cluster, node: Node, pod: dict[str, Any]) -> N
                     await api.patch(path, body, "apply", parameters)
 
 
+async def check_a_fault_is_told(cluster: Cluster, node: Node, pod: dict[str, Any]) -> None:
+    """A fault of a device in use reaches the claim, and so does its end. A pod that nobody would make again stays."""
+    device = claim_of(cluster, pod)["status"]["devices"][0]["device"]
+
+    def healthy() -> tuple[str, str]:
+        (status,) = [s for s in claim_of(cluster, pod)["status"]["devices"] if s["device"] == device]
+        (condition,) = [c for c in status["conditions"] if c["type"] == "Healthy"]
+        return condition["status"], condition["message"]
+
+    async with await Api.connect(cluster.kubeconfig) as api:
+        await give_order(api, node.name, new_order(device, xid=79))
+        await until(lambda: healthy()[0] == "False", "the claim to tell of the fault")
+        assert "XID 79" in healthy()[1]
+        await give_order(api, node.name, new_order(device, recover=True))
+        await until(lambda: healthy() == ("True", ""), "the claim to tell that it is over")
+
+
 def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -202,6 +221,29 @@ async def test_an_agent_killed_while_pods_start_and_stop_costs_none_of_them(name
     await until(lambda: old not in {held["uid"] for held in held_by(node)}, "the old claim to be released")
     assert not any(old in file.name for file in node.cdi.glob("*.json"))
     delete_pods(cluster, "new", "newer")
+
+
+async def test_after_a_reboot_claims_are_prepared_anew(namespace: Cluster) -> None:
+    cluster = namespace
+    start_pods(cluster, "again", restart="Always")
+    await until(lambda: all_run(cluster, "again"), "pod again to run")
+    node = cluster.node(pods(cluster)["again"]["spec"]["nodeName"])
+    before = held_by(node)
+    claim = claim_of(cluster, pods(cluster)["again"])["metadata"]["uid"]
+    file = next(f for f in node.cdi.glob("*.json") if claim in f.name)
+    content = file.read_bytes()
+    await reboot(cluster, node)
+
+    def restarted() -> bool:
+        (status,) = pods(cluster)["again"]["status"]["containerStatuses"]
+        return status["restartCount"] >= 1 and "running" in status["state"]
+
+    await until(restarted, "pod again to run again", 90)
+    boots = {held["uid"]: held["bootID"] for held in before}
+    (now,) = [held for held in held_by(node) if held["uid"] == claim]
+    assert now["bootID"] != boots[claim]
+    assert file.read_bytes() == content
+    delete_pods(cluster, "again")
 
 
 async def test_a_device_that_is_not_let_go_of_is_tainted_until_it_is(namespace: Cluster) -> None:
