@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.install import kubectl
@@ -69,6 +70,17 @@ def dry(name: str) -> list[Command]:
 @pytest.mark.parametrize("text", sorted({c.text for c in dry("test_installing_and_removing_is_accepted")}))
 def test_installing_and_removing_is_accepted(cluster: Cluster, text: str) -> None:
     run(cluster, f"{text} --dry-run=server")
+
+
+def test_the_overlay_is_one(cluster: Cluster, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text().partition("# kustomization.yaml\n")[2].partition("```")[0]
+    base = os.path.relpath(ROOT / "daemonset" / "base", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(text.replace("PATH-TO/daemonset/base", base))
+    built = list(yaml.safe_load_all(run(cluster, f"kubectl kustomize {tmp_path}")))
+    (agent,) = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "DaemonSet"]
+    assert agent["nodeSelector"] == {"gpunode.dev/gpus": "true"}
+    assert agent["containers"][0]["image"] == "REGISTRY/gpunode:0.1.0"
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in agent["containers"][0]["env"]
 
 
 def test_the_environment_is_as_documented(cluster: Cluster) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import yaml
 
 from tests.docs.documents import ROOT
 
+BASE, NAME = "localhost/gpunode-test-base", "localhost/gpunode-test"
 TEXT = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
 INSTRUCTIONS = re.findall(r"^([A-Z]+) (.*)", TEXT, re.MULTILINE)
 
@@ -50,7 +51,6 @@ def image() -> Iterator[str]:
 
 
 def _build() -> Iterator[str]:
-    base, name = "localhost/gpunode-test-base", "localhost/gpunode-test"
     root = Path("/var/tmp/gpunode-test-base")
     try:
         shutil.rmtree(root, ignore_errors=True)
@@ -59,12 +59,12 @@ def _build() -> Iterator[str]:
         shutil.copy("/etc/ssl/certs/ca-certificates.crt", root / "etc/ssl/certs/ca-certificates.crt")
         container = _run("buildah", "from", "scratch").strip()
         _run("buildah", "add", container, str(root), "/")
-        _run("buildah", "commit", "--rm", container, base)
-        _run("buildah", "bud", "--isolation", "chroot", "--build-arg", f"BASE={base}", "-t", name, str(ROOT))
-        yield name
+        _run("buildah", "commit", "--rm", container, BASE)
+        _run("buildah", "bud", "--isolation", "chroot", "--build-arg", f"BASE={BASE}", "-t", NAME, str(ROOT))
+        yield NAME
     finally:
         shutil.rmtree(root, ignore_errors=True)
-        for one in (name, base):
+        for one in (NAME, BASE):
             subprocess.run(["buildah", "rmi", one], capture_output=True, check=False)
 
 
@@ -75,7 +75,9 @@ def _run(*argv: str) -> str:
 
 
 @pytest.mark.soak
-def test_the_image_builds_and_runs(image: str) -> None:
+def test_the_image_builds_and_runs(image: str, record_property: Callable[[str, object], None]) -> None:
+    record_property("size", _run("buildah", "images", "--format", "{{.Size}}", image).strip())
+    record_property("base_size", _run("buildah", "images", "--format", "{{.Size}}", BASE).strip())
     container = _run("buildah", "from", image).strip()
     try:
         shown = _run("buildah", "run", "--isolation", "chroot", container, "--", "gpunode", "fake", "list")
