@@ -283,3 +283,15 @@ async def test_an_unknown_method_is_unimplemented(tmp_path: Path, paths: Kubelet
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await channel.unary_unary("/v2.DRAPlugin/NodePrepareResources")(b"", timeout=5)
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_closed_feed_ends_its_readers() -> None:
+    feed = HealthFeed(timeout_s=3600)
+    reader = feed.watch()
+    await anext(reader)
+    waiting = asyncio.create_task(anext(reader, None))
+    await asyncio.sleep(0)
+    feed.close()
+    async with asyncio.timeout(5):
+        assert await waiting is None
+    assert [report async for report in feed.watch()] == [], "one that comes late"

@@ -119,6 +119,21 @@ async def test_an_api_server_that_does_not_answer_releases_nothing(tmp_path: Pat
         assert (findings.held, findings.released, findings.leftovers) == (frozenset(), (), {})
 
 
+async def test_what_is_held_stays_so_while_the_api_server_does_not_answer(tmp_path: Path) -> None:
+    one = claim(1, GPUS[0])
+    node = Node(tmp_path, one)
+    await node.prepare(one)
+    node.api.put(claim(1, allocation=None))
+    assert (await node.look()).held == {GPUS[0]}
+    node.api.fail = ConnectionError("away")
+    for _ in range(2):
+        findings = await node.look(3600)
+        assert (findings.held, findings.released) == ({GPUS[0]}, ())
+    node.api.fail = None
+    node.api.put(one)
+    assert (await node.look()).held == frozenset()
+
+
 async def test_a_claim_that_came_back_starts_its_grace_again(tmp_path: Path) -> None:
     one = claim(1, GPUS[0])
     node = Node(tmp_path, one)

@@ -38,18 +38,27 @@ class HealthFeed:
         self.timeout_s = timeout_s
         self._report = HealthReport(MappingProxyType({}), int(time.time()))
         self._changed = asyncio.Event()
+        self._closed = False
 
     def update(self, devices: Mapping[str, DeviceReport]) -> None:
         """Replace the state of all devices. Readers wake only if something differs."""
         if devices == self._report.devices:
             return
         self._report = HealthReport(MappingProxyType(dict(devices)), int(time.time()))
+        self._wake()
+
+    def close(self) -> None:
+        """End all readers: the agent leaves."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def watch(self) -> AsyncIterator[HealthReport]:
-        """The state now, at every change, and again after a third of the timeout without one. Never ends."""
-        while True:
+        """The state now, at every change, and again after a third of the timeout without one. Ends with `close`."""
+        while not self._closed:
             changed = self._changed
             yield self._report
             if changed is not self._changed:

@@ -133,6 +133,7 @@ class KubeletPlugin:
         self._late_after_s = late_after_s
         self._registration_path = paths.registration_socket(driver, instance)
         self._dra_path = paths.dra_socket(driver, instance)
+        self._health = health
         self._dra_handlers = [*dra_handlers(preparer), *health_handlers(health, pool)]
         self._dra_server: _SocketServer | None = None
         self._registration_server: _SocketServer | None = None
@@ -159,6 +160,7 @@ class KubeletPlugin:
         self._stopping.set()
         if self._watcher is not None:
             await self._watcher  # not cancelled: it may be about to replace a server that would then be forgotten
+        self._health.close()  # streams without end would be cut off in the middle of a message
         for server in (self._registration_server, self._dra_server):
             if server is not None:
                 await server.stop(self._grace_s)

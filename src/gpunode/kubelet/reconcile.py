@@ -83,6 +83,7 @@ class SecondLook:
         self._clock = clock
         self._reads = asyncio.Semaphore(_READS_AT_ONCE)
         self._gone_since: dict[str, float] = {}
+        self._stale: frozenset[str] = frozenset()
         self._known: dict[str, DeviceNodes] = {}
         self._lingering: dict[str, DeviceNodes] = {}
 
@@ -95,10 +96,14 @@ class SecondLook:
         verdicts = await self._judge(entries)
         leftovers = await self._leftovers(entries, verdicts)
         released = await self._release(entries, verdicts, leftovers)
+        # What was gone stays so in our eyes while nobody can say otherwise.
+        self._stale = frozenset(
+            uid for uid, v in verdicts.items() if v in _STALE or (v is Verdict.UNKNOWN and uid in self._stale)
+        )
         held = {
             d.device
             for uid, entry in entries.items()
-            if verdicts[uid] in _STALE and uid not in released
+            if uid in self._stale and uid not in released
             for d in entry.devices
             if not d.admin
         }
