@@ -26,6 +26,14 @@ def controller(
         str, typer.Option(help="Name in the leader lease; stable over restarts.", show_default="POD_NAME or host name")
     ] = "",
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves none.")] = 9402,
+    blast_share: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Restart nothing for GPUs that failed at once when they are more of all; 1: never hold back.",
+        ),
+    ] = 0.2,
 ) -> None:
     """Run the gang placement controller until it is stopped.
 
@@ -40,5 +48,6 @@ def controller(
         kubeconfig=kubeconfig,
         drivers=frozenset(driver or [DEFAULT_DRIVER]),
         metrics_port=metrics_port,
+        blast_share=blast_share,
     )
     serve(lambda: run_controller(options), (ConfigError, UnreachableError, ApiError, LostLeaseError, OSError))

@@ -30,12 +30,16 @@ _AFTER_FAILURE_S = 0.2
 
 @dataclass(frozen=True)
 class ControllerOptions:
-    """Settings of the process. `identity` must be stable over restarts of the same instance; port 0 serves none."""
+    """Settings of the process. `identity` must be stable over restarts of the same instance; port 0 serves none.
+
+    blast_share: see gang Config.
+    """
 
     identity: str
     kubeconfig: Path | None = None
     drivers: frozenset[str] = field(default_factory=lambda: frozenset({DEFAULT_DRIVER}))
     metrics_port: int = 0
+    blast_share: float = 0.2
 
 
 async def run_controller(options: ControllerOptions) -> None:
@@ -53,12 +57,13 @@ async def run_controller(options: ControllerOptions) -> None:
             logger.warning("this cluster serves no scheduling.k8s.io PodGroup: only single pods are placed")
         committer = Committer(api, world, Recorder(api, "controller", options.identity))
         worker = Worker(world.everything)
+        config = Config(drivers=options.drivers, blast_share=options.blast_share)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(lease.hold())
                 for cache in world.caches.all():
                     tasks.create_task(cache.run())
-                loop = _Loop(world, worker, committer, ControllerMetrics(registry), Config(drivers=options.drivers))
+                loop = _Loop(world, worker, committer, ControllerMetrics(registry), config)
                 tasks.create_task(loop.run())
         finally:
             await worker.close()
