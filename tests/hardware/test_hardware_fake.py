@@ -12,6 +12,7 @@ from gpunode.hardware.board import load_board
 from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine, Recover, Xid
 from gpunode.hardware.fake.faults import DriverGone, DriverReload, LinkDown, Lost, parse_fault
+from gpunode.hardware.sysfs import parse_pci
 
 FIRST = "gpu-0000-07-00-0"
 
@@ -80,6 +81,22 @@ def test_truncated_sysfs_costs_placement_facts_and_no_gpu(machine: FakeMachine) 
     inventory = discover(machine.nvml, machine.roots, "node-1")
     assert {(g.numa_node, g.pcie_root) for g in inventory.gpus} == {(None, "")}
     assert len(inventory.gpus) == 8
+
+
+@pytest.mark.parametrize("text", ["", "0000:07:00", "0000:07:00.8", "07:00.0", "x", "000007:00:00.0\n", "٠000:07:00.0"])
+def test_what_is_no_pci_address_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="not a PCI address"):
+        parse_pci(text)
+
+
+def test_odd_entries_of_sysfs_are_passed_over(machine: FakeMachine) -> None:
+    devices = machine.roots.sys / "bus/pci/devices"
+    for name, kind in (("not-an-address", "0x020000"), ("0000:aa:00.0", "0x020000"), ("0000:ab:00.0", "0x0106")):
+        (devices / name).mkdir()
+        (devices / name / "class").write_text(kind + "\n")
+    (devices / "0000:aa:00.0" / "physfn").mkdir()
+    (devices / "0000:ac:00.0").symlink_to("nowhere")
+    assert len(discover(machine.nvml, machine.roots, "node-1").nics) == len(machine.state.board.nics)
 
 
 def test_xid_79_is_told_by_event_and_log_and_the_gpu_is_lost(machine: FakeMachine) -> None:

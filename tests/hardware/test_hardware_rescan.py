@@ -151,7 +151,10 @@ def test_a_poll_of_a_healthy_gpu(machine: FakeMachine) -> None:
         (Xid(device=FIRST, code=64), {"remap_failed": True, "recovery": RecoveryAction.GPU_RESET}),
         (Xid(device=FIRST, code=48), {"ecc_uncorrected": 1, "recovery": RecoveryAction.GPU_RESET}),
         (RecoveryChange(device=FIRST, action=2), {"recovery": RecoveryAction.NODE_REBOOT}),
-        (FabricChange(device=FIRST, state=2), {"fabric_state": "inProgress"}),
+        (
+            FabricChange(device=FIRST, state=2, mask=0b01_00_00, summary=2),
+            {"fabric_state": "inProgress", "fabric_faults": frozenset()},
+        ),
         (
             FabricChange(device=FIRST, state=3, mask=0b01_10_01),
             {"fabric_faults": {"degraded-bandwidth", "route-unhealthy"}},
