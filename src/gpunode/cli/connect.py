@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -64,3 +64,19 @@ def sentence(error: BaseException) -> str:
             return f"{path}: {text}"
         case _:
             return str(error) or type(error).__name__
+
+
+def sentences(error: BaseException, expected: tuple[type[Exception], ...]) -> str:
+    """The same for all errors in a task group's ExceptionGroup, each once. Raises it when one is not expected."""
+    causes = list(_leaves(error))
+    if not all(isinstance(cause, expected) for cause in causes):
+        raise error
+    return "; ".join(dict.fromkeys(sentence(cause) for cause in causes))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

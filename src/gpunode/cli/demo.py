@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gpunode.cli.connect import sentences
 from gpunode.cli.output import console, fail, progress
 from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.spec import DEFAULT_KUBERNETES, DEFAULT_PORT
@@ -42,10 +43,12 @@ def demo(
 
     Example: [bold]gpunode demo[/bold]
     """
+    from gpunode.agent.orders import OrderError
     from gpunode.cluster import build, packages
     from gpunode.cluster.install import Installation, install
     from gpunode.cluster.lifecycle import require_root, up
     from gpunode.cluster.spec import ClusterSpec
+    from gpunode.kube.errors import ApiError, UnreachableError
 
     out = console()
     began = time.monotonic()
@@ -61,9 +64,14 @@ def demo(
             cluster = up(spec, report)
         with progress() as report:
             install(cluster, Installation(), report)
-        asyncio.run(_story(out, cluster))
     except ClusterError as error:
         fail(str(error))
+    try:
+        asyncio.run(_story(out, cluster))
+    except Exception as error:  # only what is expected becomes a sentence
+        told = sentences(error, (ClusterError, OrderError, ApiError, UnreachableError, TimeoutError))
+        fail(f"the story broke off: {told}; the cluster still runs, its logs are in {cluster.logs}, and "
+             f"`gpunode cluster down{_option(name)}` removes it")  # fmt: skip
     minutes, seconds = divmod(int(time.monotonic() - began), 60)
     _ending(out, cluster, name, f"{minutes} min {seconds} s")
 
@@ -147,7 +155,6 @@ def _ranks(ranks: "tuple[Rank, ...]") -> Table:
 
 
 def _ending(out: Console, cluster: "Cluster", name: str, took: str) -> None:
-    option = "" if name == "default" else f" --name {name}"
     out.print(f"\nThat was the story, in {took}. The cluster still runs. To look around:")
     programs = (("gpunode", Path(sys.argv[0]).absolute().parent), ("kubectl", Path(cluster.kubectl).parent))
     if absent := [str(directory) for program, directory in programs if shutil.which(program) is None]:
@@ -157,4 +164,8 @@ def _ending(out: Console, cluster: "Cluster", name: str, took: str) -> None:
     out.print("  kubectl get resourceslices")
     out.print("  kubectl get events -A --field-selector type=Warning")
     out.print("  gpunode explain podgroup/train -n team-a")
-    out.print(f"To take it down:\n  gpunode cluster down{option}")
+    out.print(f"To take it down:\n  gpunode cluster down{_option(name)}")
+
+
+def _option(name: str) -> str:
+    return "" if name == "default" else f" --name {name}"

@@ -2,9 +2,9 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
-from gpunode.cli.connect import sentence
+from gpunode.cli.connect import sentences
 from gpunode.cli.output import fail
 
 
@@ -26,17 +26,5 @@ def serve(main: Callable[[], Awaitable[None]], expected: tuple[type[Exception], 
 
     try:
         asyncio.run(until_stopped())
-    except Exception as error:  # sorted out below: only what is expected becomes a sentence
-        causes = list(_leaves(error))
-        if not all(isinstance(cause, expected) for cause in causes):
-            raise
-        fail("; ".join(dict.fromkeys(sentence(cause) for cause in causes)))
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors inside a task group's ExceptionGroup, or the error itself."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+    except Exception as error:  # only what is expected becomes a sentence
+        fail(sentences(error, expected))
