@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from importlib.metadata import version
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
@@ -26,6 +25,8 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"gpunode {version('gpunode')}")
         raise typer.Exit
 
