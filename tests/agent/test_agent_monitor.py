@@ -240,3 +240,23 @@ async def test_devices_that_appear_later_are_meant_from_then_on(tmp_path: Path) 
         await monitor.put(GpuReset("GPU-a", success=False))
         await until(lambda: bool(monitor.health.devices))
     assert heard.changes() == [("reset-failed", "raised")]
+
+
+async def test_an_agent_that_is_superseded_writes_nothing_and_leaves_words_to_the_newer_one(tmp_path: Path) -> None:
+    path = tmp_path / "health.json"
+    charge = [False]
+    heard = Heard()
+    monitor = HealthMonitor(HealthMachine(), path, heard.listen, heard.complain, lambda: charge[0])
+    monitor.start("boot-1", MAP)
+    task = asyncio.create_task(monitor.run())
+    try:
+        request_clear(path, OperatorClear(GPU_A, by="operator jo"))
+        await monitor.put(OFF_BUS)
+        await until(lambda: heard.changes() == [("79", "raised")])
+        assert not path.exists()
+        assert monitor.health.of(GPU_A).level is Level.UNHEALTHY, "the kubelet still asks it"
+        charge[0] = True
+        await until(lambda: ("79", "cleared") in heard.changes() and path.exists())
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,7 +1,8 @@
 """Keeps the node's health: takes signals from all sources, steps the machine, saves, and tells what happened.
 
-The only writer of the health state file. Signals of a burst are taken in together, so that a storm costs one step a
-batch, one save a second and one publication for each thing that really happened.
+The only writer of the health state file; while two agents serve a node (a rolling update), the newer one. Signals of
+a burst are taken in together, so that a storm costs one step a batch, one save a second and one publication for each
+thing that really happened.
 """
 
 import asyncio
@@ -35,6 +36,8 @@ _SAVE_POLLS_S = 60.0
 # Told after each step that changed the verdict on a device, once it is on disk, with what happened (perhaps only a
 # better wording, then nothing).
 Listener = Callable[[Sequence[Transition]], Awaitable[None]]
+# Whether this agent is the one that writes the state and hears operators.
+InCharge = Callable[[], bool]
 # Told of what keeps health from working as it should: reason (CamelCase) and a sentence.
 Complain = Callable[[str, str], None]
 
@@ -50,11 +53,19 @@ class _Taken:
 class HealthMonitor:
     """`health` is the current verdict on every device; nobody sees it before it is on disk (where that can be)."""
 
-    def __init__(self, machine: HealthMachine, path: Path, listener: Listener, complain: Complain) -> None:
+    def __init__(
+        self,
+        machine: HealthMachine,
+        path: Path,
+        listener: Listener,
+        complain: Complain,
+        in_charge: InCharge = lambda: True,
+    ) -> None:
         self._machine = machine
         self._path = path
         self._listener = listener
         self._complain = complain
+        self._in_charge = in_charge
         self._queue: asyncio.Queue[_Taken] = asyncio.Queue(maxsize=_MAX_PENDING)
         self._state = HealthState()
         self._devices = DeviceMap()
@@ -107,7 +118,7 @@ class HealthMonitor:
         try:
             while True:
                 batch = await self._collect()
-                words, problem = take_requests(self._path)
+                words, problem = take_requests(self._path) if self._in_charge() else ((), "")
                 if problem:
                     self._complain("HealthRequestUnusable", problem)
                 signals = [*words, *(signal for taken in batch for signal in taken.signals)]
@@ -115,7 +126,7 @@ class HealthMonitor:
                 sequences = [taken.sequence for taken in batch if taken.sequence is not None]
                 await self._settle(step, signals, sequences[-1] if sequences else None)
         finally:
-            if self._save_at < float("inf"):
+            if self._save_at < float("inf") and self._in_charge():
                 save(self._path, self._state)
 
     async def _collect(self) -> list[_Taken]:
@@ -146,6 +157,9 @@ class HealthMonitor:
             await self._listener(step.transitions)
 
     async def _save(self) -> None:
+        if not self._in_charge():
+            self._save_at = time.monotonic() + _SAVE_SIGNALS_S
+            return
         problem = await asyncio.to_thread(save, self._path, self._state)
         self._save_at = time.monotonic() + _SAVE_POLLS_S if problem else float("inf")
         if problem and problem != self._save_problem:

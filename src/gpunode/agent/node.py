@@ -21,6 +21,7 @@ from gpunode.agent.succession import Succession
 from gpunode.hardware.nodes import device_nodes
 from gpunode.hardware.partitions import MigPartitioner
 from gpunode.hardware.rescan import Scanner
+from gpunode.health.catalogue import load_catalogue
 from gpunode.health.devices import device_map
 from gpunode.health.machine import HealthMachine
 from gpunode.health.policy import load_policy
@@ -89,7 +90,8 @@ class NodeAgent:
         counted = msgspec.structs.replace(policy, prepare_failures=1)
         self._guard = BlackHoleGuard(self._on_black_hole, self._on_black_hole_over, policy.prepare_failures)
         state = options.state_dir / "health.json"
-        self._monitor = HealthMonitor(HealthMachine(policy=counted), state, self._on_health, self._complain)
+        health = HealthMachine(load_catalogue(options.xid_catalogue), counted)
+        self._monitor = HealthMonitor(health, state, self._on_health, self._complain, self._in_charge)
         self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
         self._statuses = ClaimStatuses(api, options.driver)
@@ -233,7 +235,8 @@ class NodeAgent:
         self._publish()
         for one in transitions:
             logger.warning("%s %s %s: %s", one.device, one.dimension, one.change, one.message)
-        self._later(self._report(transitions))
+        if self._in_charge():
+            self._later(self._report(transitions))
 
     async def _report(self, transitions: Sequence[Transition]) -> None:
         async with self._reporting:  # in the order in which it happened
@@ -246,6 +249,9 @@ class NodeAgent:
 
     def _on_black_hole_over(self, device: str) -> None:
         self._later(self._monitor.put(PrepareResult(device)))
+
+    def _in_charge(self) -> bool:
+        return not self._succession.superseded
 
     def _complain(self, reason: str, message: str) -> None:
         """From any thread: health does not work as it should."""

@@ -11,7 +11,7 @@ from gpunode.slices.layout import GpuMode
 class AgentOptions:
     """Settings of one agent. `board` is the fake machine's board; None means real GPUs through NVML.
 
-    mode: how GPUs are given out, see SliceConfig. health_policy: YAML file, see docs/health.md.
+    mode: how GPUs are given out, see SliceConfig. health_policy, xid_catalogue: YAML files, see docs/health.md.
     managed_taint: publish the taint that keeps kube-scheduler off, for clusters without DeviceTaintRules.
     """
 
@@ -27,4 +27,5 @@ class AgentOptions:
     metrics_port: int
     mode: GpuMode = "static"
     health_policy: Path | None = None
+    xid_catalogue: Path | None = None
     managed_taint: bool = False

@@ -8,6 +8,7 @@ from gpunode.agent.machine import open_machine
 from gpunode.agent.node import NodeAgent
 from gpunode.agent.options import AgentOptions
 from gpunode.hardware.rescan import Scanner
+from gpunode.health.catalogue import CatalogueError
 from gpunode.health.policy import PolicyError
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError, ConfigError, UnreachableError
@@ -16,7 +17,7 @@ from gpunode.kube.kinds import NODES
 from gpunode.kubelet.plugin import KubeletPaths, PluginError
 
 logger = logging.getLogger(__name__)
-EXPECTED_ERRORS = (ConfigError, UnreachableError, ApiError, PluginError, PolicyError, OSError)
+EXPECTED_ERRORS = (ConfigError, UnreachableError, ApiError, PluginError, PolicyError, CatalogueError, OSError)
 
 
 async def run_agent(options: AgentOptions) -> None:

@@ -54,6 +54,9 @@ def agent(
     health_policy: Annotated[
         Path | None, typer.Option(help="Health policy file; see docs/health.md.", show_default=False)
     ] = None,
+    xid_catalogue: Annotated[
+        Path | None, typer.Option(help="Your changes to the XID catalogue; see docs/health.md.", show_default=False)
+    ] = None,
 ) -> None:
     """Run the node agent until it is stopped.
 
@@ -82,6 +85,7 @@ def agent(
         metrics_port=metrics_port,
         mode=mode.value,
         health_policy=health_policy,
+        xid_catalogue=xid_catalogue,
         managed_taint=managed_taint,
     )
     serve(lambda: run_agent(options), EXPECTED_ERRORS)
