@@ -91,11 +91,12 @@ async def kill_agent(cluster: Cluster, node: Node, pause_s: float = 0.0) -> None
 
 
 async def reboot(cluster: Cluster, node: Node) -> None:
-    """The node loses power and boots: every process of it dies at once, /run is empty, the GPUs know no process of
-    before, and kubelet and agent find a boot id that is new to them. Returns when the agent is ready."""
+    """The node loses power and boots: every process of it dies at once, /run and the kernel log are empty, and the
+    agent finds a boot id that is new to it. Returns when the agent is ready."""
     mark = log_end(cluster, node)
     await asyncio.to_thread(_lose_power, cluster, node)
     (node.state / "fake" / "machine.json").unlink()
+    node.kmsg.write_text("")
     runner = cluster.runner(node.name)
     await asyncio.to_thread(runner.start_runtime)
     await asyncio.to_thread(runner.start_kubelet)
