@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpunode.cluster import build
+from gpunode.cluster import build, packages
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.story import NAMESPACE, stage
 from gpunode.kube.client import Api
@@ -29,6 +29,7 @@ PAIR = Path(__file__).parent / "pair.yaml"
 @pytest.fixture(scope="module")
 def old() -> Iterator[Cluster]:
     """Three nodes of eight fake A100s: a gang of two has one to spare."""
+    packages.install(print)
     build.build(VERSION, lambda step, done: print(f"[{done:4.0%}] {step}", flush=True))
     with fresh_cluster("old", 21443, nodes=3, kubernetes=VERSION) as found:
         yield found
