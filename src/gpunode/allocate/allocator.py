@@ -1,10 +1,14 @@
 """The DRA allocator as a pure function: which devices of one node serve a set of claims.
 
 Follows k8s.io/dynamic-resource-allocation/structured (incubating, v1.37): first fit in pool, slice and
-device order with backtracking. Departures, all only a choice among answers that are equally valid there: devices
-are taken from the matchAttribute value, or else from the NVLink domain and NUMA node, with the fewest free devices
+device order with backtracking. It finds devices exactly where that one does (tests/oracle compares them), but chooses
+among them: from the matchAttribute value, or else from the NVLink domain and NUMA node, with the fewest free devices
 that suffice, so that whole groups stay whole; and interchangeable devices are tried once. The search is bounded by
-a count of device trials, so that a plan repeats on any machine.
+a count of device trials, so that a plan repeats on any machine. Known differences:
+* a selector that fails on any device fails the claim, there only if the search gets to that device;
+* a request for all devices that breaks a constraint is tried with other choices first, there it ends the search;
+* administrative access uses up no counters (there it does until it is written, then no more);
+* a pool counts as incomplete or invalid for all its slices together, there for those that reach the node.
 """
 
 import uuid
@@ -12,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
+
+from msgspec.structs import replace
 
 from gpunode.allocate.ask import MAX_RESULTS, Ask, Failure, FailureKind, Want, build_ask
 from gpunode.allocate.capacity import consumption, holds
@@ -89,11 +95,11 @@ def candidates(ask: Ask, devices: NodeDevices, selectors: Selectors) -> Candidat
             if not all(selectors.matches(e, device.id.driver, device.device) for e in want.expressions):
                 continue
             if device.device.allow_multiple_allocations:
-                share = consumption(device.device, device.id.driver, want.capacity)
+                share = consumption(device.device, want.capacity)
                 if share is None:
                     continue
                 consumed[want.index, position] = share
-            elif want.capacity and not holds(device.device, device.id.driver, want.capacity):
+            elif want.capacity and not holds(device.device, want.capacity):
                 continue
             match.append(position)
         matching.append(tuple(match))
@@ -114,12 +120,20 @@ class _Search:
         self._choice = choice
         self._values: list[list[object]] = [[] for _ in ask.constraints]
         self._looks: dict[int, object] = {}
+        self._admin = any(w.admin for w in ask.wants)
+        # Devices that are not shareable, by the claims of this ask that have them: (position, claim).
+        self._taken: set[tuple[int, int]] = set()
+        self._results = [0] * len(ask.claims)
         self.picks: list[Pick] = []
         self.trials = 0
         self.failure: tuple[int, Failure] | None = None
 
     def start(self) -> bool:
         """Search, unless some request has too few free devices even on its own."""
+        for number, request in enumerate(self._ask.requests):
+            for want in request:
+                if want.count == 0 and not self._known(want, number):
+                    return False
         for number in range(1, len(self._ask.requests)):
             if not any(self._enough(want, number) for want in self._alternatives(number)):
                 return False
@@ -127,13 +141,23 @@ class _Search:
 
     def _enough(self, want: Want, number: int) -> bool:
         free = [p for p in self._found.usable[want.index] if self._free(want, p)]
-        shareable = any((want.index, p) in self._found.consumed for p in free)
-        if len(free) >= want.count or (free and shareable):
+        if len(free) >= want.count:
             return True
         total = len(self._found.matching[want.index])
         text = f"needs {want.count} devices, {len(free)} of {total} matching are free"
         self._fail(number, want, FailureKind.NOT_ENOUGH, text)
         return False
+
+    def _known(self, want: Want, number: int) -> bool:
+        """Whether it is known what "all devices" are."""
+        if self._devices.incomplete:
+            pools = ", ".join(self._devices.incomplete)
+            text = f"asks for all devices while {pools} is being updated"
+            self._fail(number, want, FailureKind.POOL_INCOMPLETE, text)
+        elif self._devices.invalid:
+            text = f"asks for all devices while pool {self._devices.invalid[0]}"
+            self._fail(number, want, FailureKind.POOL_INVALID, text)
+        return not self._devices.incomplete and not self._devices.invalid
 
     def _alternatives(self, number: int) -> tuple[Want, ...]:
         """What may serve a request: all its alternatives, or the one that is settled."""
@@ -164,16 +188,18 @@ class _Search:
 
     def _free(self, want: Want, position: int) -> bool:
         device = self._devices.devices[position]
-        return want.admin or self._usage.free(device, self._found.consumed.get((want.index, position)))
+        share = self._found.consumed.get((want.index, position))
+        if share is not None:
+            return self._usage.free(device, share, beside=want.admin)
+        if want.admin:
+            return (position, want.claim) not in self._taken
+        if self._admin and any(at == position for at, _ in self._taken):
+            return False
+        return self._usage.free(device, None)
 
     def _all(self, want: Want, number: int) -> bool:
         matching = self._found.matching[want.index]
         ready = [p for p in self._found.usable[want.index] if self._free(want, p)]
-        if self._devices.incomplete:
-            pools = ", ".join(self._devices.incomplete)
-            text = f"asks for all devices while {pools} is being updated"
-            self._fail(number, want, FailureKind.POOL_INCOMPLETE, text)
-            return False
         if not matching or len(ready) < len(matching):
             text = f"asks for all {len(matching)} matching devices, {len(ready)} are free"
             self._fail(number, want, FailureKind.NOT_ENOUGH, text)
@@ -194,17 +220,15 @@ class _Search:
                 fixed = (self._values[c][0] if self._values[c] else v for c, v in zip(matches, values, strict=True))
                 if None not in values and tuple(fixed) == values:
                     groups.setdefault(values, []).append(position)
-            shareable = any((want.index, p) in self._found.consumed for p in free)
-            fitting = [g for g in groups.values() if len(g) >= want.count or shareable]
+            fitting = [g for g in groups.values() if len(g) >= want.count]
             fitting.sort(key=len)  # stable: first found wins among equals
             best = max((len(g) for g in groups.values()), default=0)
             text = f"needs {want.count} devices of one {_names(self._ask, matches)}, best has {best} free"
             ordered = [p for g in fitting for p in g]
         else:
-            shareable = any((want.index, p) in self._found.consumed for p in free)
             total = len(self._found.matching[want.index])
             text = f"needs {want.count} devices, {len(free)} of {total} matching are free"
-            ordered = self._packed(free, want.count) if len(free) >= want.count or (free and shareable) else []
+            ordered = self._packed(free, want.count) if len(free) >= want.count else []
         if not ordered:
             self._fail(number, want, FailureKind.NOT_ENOUGH, text)
             return None
@@ -228,16 +252,12 @@ class _Search:
         """Choose `missing` devices from order[start:], then serve the later requests."""
         if missing == 0:
             return self.run(number + 1)
+        if self._results[want.claim] + missing > MAX_RESULTS:
+            self._fail(number, want, FailureKind.NOT_ENOUGH, f"would give the claim more than {MAX_RESULTS} devices")
+            return False
         tried: set[object] = set()
-        for i in range(start, len(order)):
+        for i in range(start, len(order) - missing + 1):
             position = order[i]
-            consumed = self._found.consumed.get((want.index, position))
-            if (
-                consumed is None
-                and len(order) - i < missing
-                and not any((want.index, p) in self._found.consumed for p in order[i:])
-            ):
-                break
             self.trials += 1
             if self.trials > MAX_TRIALS:
                 return False
@@ -245,8 +265,8 @@ class _Search:
                 continue
             if not self._admit(want, position):
                 continue
-            self._take(want, position, consumed)
-            if self._fill(want, order, missing - 1, i if consumed is not None else i + 1, number):
+            self._take(want, position)
+            if self._fill(want, order, missing - 1, i + 1, number):
                 return True
             self._untake(want)
             tried.add(self._look(position))
@@ -266,27 +286,39 @@ class _Search:
                 return False
         return True
 
-    def _take(self, want: Want, position: int, consumed: dict[str, str] | None) -> None:
-        device = self._devices.devices[position]
+    def _take(self, want: Want, position: int) -> None:
+        device, consumed = self._devices.devices[position], self._found.consumed.get((want.index, position))
         for number in want.constraints:
             self._values[number].append(self._attribute(number, position))
-        if not want.admin:
+        if consumed is None:
+            self._taken.add((position, want.claim))
+        if consumed is not None or not want.admin:
             self._usage.take(device, consumed)
+        self._results[want.claim] += 1
         self.picks.append(Pick(want, position, device, consumed))
 
     def _untake(self, want: Want) -> None:
         pick = self.picks.pop()
+        self._results[want.claim] -= 1
         for number in want.constraints:
             self._values[number].pop()
-        if not want.admin:
+        if pick.consumed is None:
+            self._taken.discard((pick.position, want.claim))
+        if pick.consumed is not None or not want.admin:
             self._usage.give(pick.device, pick.consumed)
+
+    def settle(self) -> None:
+        """Stop counting shares of administrative access, which count only beside each other."""
+        for pick in self.picks:
+            if pick.want.admin and pick.consumed is not None:
+                self._usage.give(pick.device, pick.consumed)
 
     def _look(self, position: int) -> object:
         """All that later choices can see of a device: devices that look the same are interchangeable."""
         look = self._looks.get(position)
         if look is None:
             device = self._devices.devices[position]
-            if device.device.allow_multiple_allocations:
+            if device.device.allow_multiple_allocations or self._admin:
                 look = position
             else:
                 roles = tuple(w for w, p in enumerate(self._found.usable) if position in p)
@@ -326,6 +358,7 @@ def count_and_take(
     """As `take_devices`, with the number of device trials it took."""
     search = _Search(ask, devices, found, usage, choice)
     if search.start():
+        search.settle()
         return tuple(search.picks), search.trials
     failure = search.failure[1] if search.failure else Failure(FailureKind.NOT_ENOUGH, "no devices")
     if search.trials > MAX_TRIALS:
@@ -378,12 +411,18 @@ def _result(claim: ResourceClaim, pick: Pick, number: int) -> AllocationResult:
 
 
 def _config(claim: ResourceClaim, picks: Sequence[Pick]) -> tuple[AllocatedConfig, ...]:
-    """Class configuration of each request that got devices, then the claim's own where it applies."""
+    """Each class's configuration once, for the requests of that class, then the claim's own where it applies.
+
+    No request names mean all requests.
+    """
     wants = list(dict.fromkeys(p.want for p in picks))
+    by_class: dict[str, list[Want]] = {}
+    for want in wants:
+        by_class.setdefault(want.class_name, []).append(want)
     config = [
-        AllocatedConfig(source="FromClass", requests=(want.name,), opaque=c.opaque)
-        for want in wants
-        for c in want.class_config
+        AllocatedConfig(source="FromClass", requests=tuple(w.name for w in own), opaque=c.opaque)
+        for own in by_class.values()
+        for c in own[0].class_config
     ]
     used = {name for want in wants for name in (want.name, want.request)}
     config += [
@@ -391,7 +430,10 @@ def _config(claim: ResourceClaim, picks: Sequence[Pick]) -> tuple[AllocatedConfi
         for c in claim.spec.devices.config
         if not c.requests or used & set(c.requests)
     ]
-    return tuple(config)
+    return tuple(
+        replace(c, requests=()) if all(w.request in c.requests or w.name in c.requests for w in wants) else c
+        for c in config
+    )
 
 
 def allocate(

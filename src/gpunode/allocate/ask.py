@@ -65,6 +65,7 @@ class Want:
     tolerations: tuple[DeviceToleration, ...]
     capacity: dict[str, str]
     admin: bool
+    class_name: str
     class_config: tuple[ClaimConfig, ...]
     constraints: tuple[int, ...] = ()
 
@@ -166,6 +167,7 @@ def _want(
         tolerations=source.tolerations,
         capacity=dict(capacity),
         admin=isinstance(source, ExactRequest) and bool(source.admin_access),
+        class_name=source.device_class_name,
         class_config=class_.spec.config,
         constraints=constraints,
     )

@@ -7,31 +7,30 @@ policy's default, or the whole capacity where there is no policy.
 
 from collections.abc import Mapping
 
-from gpunode.allocate.cel import split_name
 from gpunode.model.quantity import format_bytes, format_milli, parse_milli
-from gpunode.model.resource import Capacity, Device, RequestPolicy
+from gpunode.model.resource import Capacity, Device, RequestPolicy, ValidRange
 
 
-def consumption(device: Device, driver: str, requests: Mapping[str, str]) -> dict[str, str] | None:
+def consumption(device: Device, requests: Mapping[str, str]) -> dict[str, str] | None:
     """Consumed quantity by capacity name of one more allocation of a shareable device.
 
-    None if the device lacks a requested capacity or its policy cannot serve the amount.
+    None if the device lacks a requested capacity or its policy cannot serve the amount. Names must be equal to the
+    letter, as upstream: `memory` and `<driver>/memory` are two names here, other than for attributes.
     """
-    wanted = {split_name(name, driver): text for name, text in requests.items()}
+    wanted = dict(requests)
     consumed: dict[str, str] = {}
     for name, capacity in device.capacity.items():
-        text = _amount(capacity, wanted.pop(split_name(name, driver), None))
+        text = _amount(capacity, wanted.pop(name, None))
         if text is None or parse_milli(text) > parse_milli(capacity.value):
             return None
         consumed[name] = text
     return None if wanted else consumed
 
 
-def holds(device: Device, driver: str, requests: Mapping[str, str]) -> bool:
+def holds(device: Device, requests: Mapping[str, str]) -> bool:
     """Whether a device given out whole has at least the requested capacities."""
-    own = {split_name(name, driver): c for name, c in device.capacity.items()}
     return all(
-        (found := own.get(split_name(name, driver))) is not None and parse_milli(text) <= parse_milli(found.value)
+        (found := device.capacity.get(name)) is not None and parse_milli(text) <= parse_milli(found.value)
         for name, text in requests.items()
     )
 
@@ -58,4 +57,11 @@ def _rounded(policy: RequestPolicy, requested: str) -> str | None:
         return None
     if rounded == amount:
         return requested
-    return format_bytes(rounded // 1000) if rounded % 1000 == 0 and requested.endswith("i") else format_milli(rounded)
+    return (
+        format_bytes(rounded // 1000) if rounded % 1000 == 0 and _binary(policy.valid_range) else format_milli(rounded)
+    )
+
+
+def _binary(span: ValidRange) -> bool:
+    """Rounded amounts are written in the form of the step."""
+    return span.step is not None and span.step.endswith("i")

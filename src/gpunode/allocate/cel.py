@@ -33,7 +33,7 @@ MAX_RESULTS: Final = 200_000
 _LITERAL = re.compile(r'"([^"\\\n]{1,128})"|\'([^\'\\\n]{1,128})\'')
 _PLAIN_READ = re.compile(r'device\.(attributes|capacity)\[\??["\']([^"\'\\]+)["\']\]\.\??([A-Za-z_][A-Za-z0-9_]*)')
 _ANY_READ = re.compile(r"device\s*\.\s*\??\s*(attributes|capacity)|device\s*\[|\bdevice\s*[^.\w\s]")
-_MEMBERSHIP = re.compile(r"\bin\s+device\s*\.")
+_MEMBERSHIP = re.compile(r"\bin\s+device\s*\.\s*(attributes|capacity)\b(?!\s*\[)")
 _SEMVER = re.compile(
     r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?(?:\+[0-9A-Za-z.-]+)?"
 )

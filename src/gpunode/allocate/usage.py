@@ -69,10 +69,13 @@ class Usage:
             for key, amount in device.counters:
                 counters[key] = counters.get(key, 0) + sign * amount
 
-    def free(self, device: PoolDevice, consumed: Mapping[str, str] | None) -> bool:
-        """Whether the device can be given: whole, or (with `consumed`) one more share of it."""
+    def free(self, device: PoolDevice, consumed: Mapping[str, str] | None, beside: bool = False) -> bool:
+        """Whether the device can be given: whole, or (with `consumed`) one more share of it.
+
+        beside: also where somebody has it whole.
+        """
         id_ = device.id
-        if id_ in self.held:
+        if id_ in self.held and not beside:
             return False
         if consumed is None:
             return id_ not in self._shares and (not device.counters or self._counters_left(device))
