@@ -42,15 +42,14 @@ def dynamic_partitions(gpu: Gpu, whole: Device) -> tuple[tuple[Device, ...], Cou
     memory slices, so that the low half, the only place of the largest partitions, stays whole longest.
     """
     counters = counter_set(gpu)
-    devices = [
-        replace(
-            _partition(mig_device_name(gpu.pci, profile.name, start), profile.name, gpu, whole),
-            capacity=_capacity(profile),
-            consumes_counters=(CounterConsumption(counter_set=counters.name, counters=consumption(profile, start)),),
-        )
-        for profile in gpu.mig_profiles
-        for start in sorted(profile.starts, reverse=True)
-    ]
+    devices: list[Device] = []
+    for profile in gpu.mig_profiles:  # placements differ only in memory slices, so the rest is made once
+        model = replace(_partition("", profile.name, gpu, whole), capacity=_capacity(profile))
+        taken = _taken(profile)
+        for start in sorted(profile.starts, reverse=True):
+            use = CounterConsumption(counter_set=counters.name, counters=taken | _memory_slices(start, profile.size))
+            name = mig_device_name(gpu.pci, profile.name, start)
+            devices.append(replace(model, name=name, consumes_counters=(use,)))
     everything = CounterConsumption(counter_set=counters.name, counters=counters.counters)
     return (*devices, replace(whole, consumes_counters=(everything,))), counters
 
@@ -74,11 +73,14 @@ def counter_set(gpu: Gpu) -> CounterSet:
 
 def consumption(profile: MigProfile, start: int) -> dict[str, Counter]:
     """What one instance takes, from the profile table: multiprocessors are not in proportion to slices."""
+    return _taken(profile) | _memory_slices(start, profile.size)
+
+
+def _taken(profile: MigProfile) -> dict[str, Counter]:
     return {
         "memory": Counter(value=format_bytes(profile.memory_bytes)),
         "multiprocessors": Counter(value=str(profile.multiprocessors)),
         **_counters({name: getattr(profile, field) for field, name, _ in _ENGINES}),
-        **_memory_slices(start, profile.size),
     }
 
 
