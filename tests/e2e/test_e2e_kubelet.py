@@ -47,20 +47,31 @@ def namespace(cluster: Cluster) -> Iterator[Cluster]:
         kubectl(cluster, "delete", "namespace", NAMESPACE, "--wait=true", "--timeout=50s")
 
 
-def start_pods(cluster: Cluster, *names: str, restart: str = "Never") -> None:
-    """Pods with two GPUs each that run until they are deleted. restart: their restartPolicy."""
+def start_gang(cluster: Cluster, *names: str) -> None:
+    """Pods that are placed all or none."""
+    version = "v1alpha2" if cluster.spec.kubernetes.startswith("1.36.") else "v1beta1"
+    path = f"/apis/scheduling.k8s.io/{version}/namespaces/{NAMESPACE}/podgroups"
+    policy = {"gang": {"minCount": len(names)}}
+    cluster.api.call("POST", path, {"metadata": {"name": "gang"}, "spec": {"schedulingPolicy": policy}})
+    start_pods(cluster, *names, group="gang")
+
+
+def start_pods(cluster: Cluster, *names: str, restart: str = "Never", group: str = "") -> None:
+    """Pods with two GPUs each that run until they are deleted. restart: their restartPolicy. group: their PodGroup."""
     for name in names:
         container = {
             "name": "rank", "image": "localhost/busybox:1", "imagePullPolicy": "IfNotPresent",
             "command": ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1 & wait $!; done"],
             "resources": {"claims": [{"name": "gpus"}]},
         }  # fmt: skip
-        spec = {
+        spec: dict[str, Any] = {
             "restartPolicy": restart,
             "terminationGracePeriodSeconds": 2,
             "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "two"}],
             "containers": [container],
         }
+        if group:
+            spec["schedulingGroup"] = {"podGroupName": group}
         cluster.api.call("POST", PODS, {"metadata": {"name": name}, "spec": spec})
 
 
@@ -98,10 +109,10 @@ def kubelet_root(node: Node) -> Path:
     return node.state / "var-lib-kubelet"
 
 
-async def test_pods_notice_nothing_of_restarts_and_updates(namespace: Cluster) -> None:
+async def test_a_gang_notices_nothing_of_restarts_and_updates(namespace: Cluster) -> None:
     cluster = namespace
     names = ("a", "b")
-    start_pods(cluster, *names)
+    start_gang(cluster, *names)
     await until(lambda: all_run(cluster, *names), "pods a and b to run")
     before = pods(cluster)
     node = cluster.node(before["a"]["spec"]["nodeName"])
