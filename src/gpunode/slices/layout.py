@@ -32,7 +32,6 @@ _NAME_LIMIT = 253
 _GIB = 1024**3
 _GPU_NAME = re.compile(r"gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7]")
 
-TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 GpuMode = Literal["none", "static", "dynamic", "shared"]
 
 
@@ -48,7 +47,6 @@ class SliceConfig:
 
     driver: str
     node: str
-    taint_effect: TaintEffect = "NoSchedule"
     managed_taint: bool = False
     mode: GpuMode = "static"
     modes: Mapping[str, GpuMode] = field(default_factory=dict)

@@ -11,10 +11,10 @@ from gpunode.model import names
 from gpunode.model.hardware import Inventory
 from gpunode.model.health import Level, NodeHealth
 from gpunode.model.resource import CounterSet, Device, DeviceTaint, ResourceSlice
-from gpunode.slices.layout import GpuMode, SliceConfig, TaintEffect, Unit, pack, units
+from gpunode.slices.layout import GpuMode, SliceConfig, Unit, pack, units
 from gpunode.slices.partitions import MEMORY_SLICE
 
-__all__ = ["GpuMode", "SliceConfig", "TaintEffect", "plan"]
+__all__ = ["GpuMode", "SliceConfig", "plan"]
 
 _MIG_MARK = "-mig-"
 
