@@ -30,12 +30,14 @@ ENV UV_PROJECT_ENVIRONMENT=/opt/gpunode \
 WORKDIR /src
 # Dependencies first: they change less often than the source. uv checks every hash of the lock file.
 COPY pyproject.toml uv.lock ./
-RUN ["/opt/uv/bin/uv", "sync", "--frozen", "--no-dev", "--no-install-project", "--compile-bytecode"]
+RUN ["/opt/uv/bin/uv", "sync", "--frozen", "--no-dev", "--no-install-project"]
 COPY README.md LICENSE ./
 COPY fake_gpus fake_gpus
 COPY daemonset daemonset
 COPY src src
-RUN ["/opt/uv/bin/uv", "sync", "--frozen", "--no-dev", "--no-editable", "--compile-bytecode"]
+RUN ["/opt/uv/bin/uv", "sync", "--frozen", "--no-dev", "--no-editable"]
+# The file system may be read-only later. The client's generated models are never imported, and are most of its bytes.
+RUN ["/opt/gpunode/bin/python", "-m", "compileall", "-q", "-x", "/kubernetes/(aio/)?client/(models|api)/", "/opt/gpunode/lib"]
 
 FROM python
 COPY --from=build /opt/gpunode /opt/gpunode
