@@ -43,7 +43,7 @@ from gpunode.kubelet.resolve import Node
 from gpunode.kubelet.seams import Notice
 from gpunode.kubelet.timeslice import TimeSlices
 from gpunode.model.faults import FaultOrder
-from gpunode.model.hardware import Inventory, device_name
+from gpunode.model.hardware import Gpu, Inventory, device_name
 from gpunode.model.health import Level
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.names import HELD_TAINT
@@ -81,7 +81,11 @@ class NodeAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._reporting = asyncio.Lock()
         self._slices = SliceConfig(
-            driver=options.driver, node=options.node, mode=options.mode, managed_taint=options.managed_taint
+            driver=options.driver,
+            node=options.node,
+            mode=options.mode,
+            modes=options.modes,
+            managed_taint=options.managed_taint,
         )
         self._registry = CollectorRegistry()
         self._feed = HealthFeed()
@@ -133,9 +137,13 @@ class NodeAgent:
         return engine, look
 
     def _partitioner(self) -> MigPartitioner | None:
-        if self._options.mode != "dynamic":
+        """Makes partitions on the dynamic GPUs only: elsewhere they are an administrator's."""
+        if "dynamic" not in (self._options.mode, *self._options.modes.values()):
             return None
-        return MigPartitioner(self._machine.nvml, self._machine.roots, lambda: self._inventory.gpus)
+        return MigPartitioner(self._machine.nvml, self._machine.roots, self._dynamic)
+
+    def _dynamic(self) -> list[Gpu]:
+        return [gpu for gpu in self._inventory.gpus if self._slices.mode_of(gpu) == "dynamic"]
 
     async def run(self) -> None:
         """Serve the node until cancelled. Raises PluginError when the kubelet cannot be served."""
@@ -180,8 +188,7 @@ class NodeAgent:
         return rest
 
     def _device_nodes(self) -> dict[str, DeviceNodes]:
-        gpus = self._inventory.gpus
-        dynamic = frozenset(device_name(g.pci) for g in gpus if self._slices.mode_of(g) == "dynamic")
+        dynamic = frozenset(device_name(gpu.pci) for gpu in self._dynamic())
         return device_nodes(self._inventory, self._machine.roots, dynamic)
 
     def _missing(self) -> str:

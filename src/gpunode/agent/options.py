@@ -1,6 +1,7 @@
 """What one agent process is told on its command line."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpunode.hardware.board import Board
@@ -11,7 +12,8 @@ from gpunode.slices.layout import GpuMode
 class AgentOptions:
     """Settings of one agent. `board` is the fake machine's board; None means real GPUs through NVML.
 
-    mode: how GPUs are given out, see SliceConfig. health_policy, xid_catalogue: YAML files, see docs/health.md.
+    mode, modes: how GPUs are given out, of all and by device name, see SliceConfig.
+    health_policy, xid_catalogue: YAML files, see docs/health.md.
     managed_taint: publish the taint that keeps kube-scheduler off, for clusters without DeviceTaintRules.
     """
 
@@ -26,6 +28,7 @@ class AgentOptions:
     state_dir: Path
     metrics_port: int
     mode: GpuMode = "static"
+    modes: Mapping[str, GpuMode] = field(default_factory=dict)
     health_policy: Path | None = None
     xid_catalogue: Path | None = None
     managed_taint: bool = False

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from gpunode.cli.connect import Kubeconfig
-from gpunode.cli.devices import Mode
 from gpunode.cli.output import fail
 from gpunode.cli.service import serve
 from gpunode.model.names import DEFAULT_DRIVER
@@ -42,7 +41,14 @@ def agent(
     cdi_dir: Annotated[Path, typer.Option(help="CDI directory of the container runtime.")] = Path("/var/run/cdi"),
     state_dir: Annotated[Path, typer.Option(help="Where health and its history are kept.")] = Path("/var/lib/gpunode"),
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves none.")] = 9401,
-    mode: Annotated[Mode, typer.Option(help="How GPUs are given out: whole, as MIG instances, shared.")] = Mode.STATIC,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How GPUs are given out: none, static, dynamic or shared; DEVICE=MODE for one that differs. "
+            "May be given several times.",
+            show_default="static",
+        ),
+    ] = None,
     managed_taint: Annotated[
         bool,
         typer.Option(
@@ -65,6 +71,7 @@ def agent(
     from gpunode.agent.options import AgentOptions
     from gpunode.agent.run import EXPECTED_ERRORS, run_agent
     from gpunode.hardware.board import BoardError, load_board
+    from gpunode.slices.layout import parse_modes
 
     board = None
     if backend is BackendName.FAKE:
@@ -72,6 +79,10 @@ def agent(
             board = load_board(profile)
         except BoardError as error:
             fail(str(error))
+    try:
+        general, single = parse_modes(mode or [])
+    except ValueError as error:
+        fail(str(error), 2)
     options = AgentOptions(
         node=node_name or socket.gethostname(),
         kubeconfig=kubeconfig,
@@ -83,7 +94,8 @@ def agent(
         cdi_dir=cdi_dir,
         state_dir=state_dir,
         metrics_port=metrics_port,
-        mode=mode.value,
+        mode=general,
+        modes=single,
         health_policy=health_policy,
         xid_catalogue=xid_catalogue,
         managed_taint=managed_taint,
