@@ -108,9 +108,11 @@ async def test_a_fault_concerns_one_device_of_one_pod_and_outlives_restarts(it: 
     assert it.taints(node.name, faulty) == (taint,)
     assert _versions(it) == settled, "an agent that comes back finds its slices in order"
 
+    old = _uids(it, node)
     await asyncio.to_thread(cluster.restart_kubelet, node.name)
-    await it.until("the kubelet has wiped the slices", 30, lambda: not it.devices(node.name))
-    await it.until("they are back", 30, lambda: len(it.devices(node.name)) == len(before[node.name]))
+    await it.until(
+        "new slices instead of those the kubelet wiped", 30, lambda: bool(_uids(it, node)) and not old & _uids(it, node)
+    )
     assert it.taints(node.name, faulty) == (taint,), "the taint and its time are as they were"
     assert {d: v for d, v in it.devices(node.name).items() if d != faulty} == {
         d: v for d, v in before[node.name].items() if d != faulty
@@ -122,6 +124,10 @@ async def test_a_fault_concerns_one_device_of_one_pod_and_outlives_restarts(it: 
     await it.recover(node.name, faulty)
     await it.until("Healthy in pod.status", 20, lambda: not it.unhealthy(faulty, node.name))
     assert it.devices(node.name) == before[node.name]
+
+
+def _uids(it: Ward, node: Node) -> set[str]:
+    return {s.metadata.uid for s in it.slices.items.values() if s.spec.pool.name == node.name}
 
 
 def _versions(it: Ward) -> dict[str, str]:
