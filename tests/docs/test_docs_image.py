@@ -32,6 +32,12 @@ def test_the_last_stage_is_not_root() -> None:
     assert deployment["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"] == int(user)
 
 
+def test_the_agent_is_root_although_the_image_is_not() -> None:
+    """Without this it could not write the kubelet's directories, whatever its privileges."""
+    (daemonset,) = yaml.safe_load_all((ROOT / "daemonset" / "base" / "daemonset.yaml").read_text())
+    assert daemonset["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"] == 0
+
+
 def test_what_is_copied_is_sent_to_the_builder() -> None:
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {
