@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,8 +35,19 @@ def test_the_last_stage_is_not_root() -> None:
 
 def test_the_agent_is_root_although_the_image_is_not() -> None:
     """Without this it could not write the kubelet's directories, whatever its privileges."""
+    assert agent_container()["securityContext"]["runAsUser"] == 0
+
+
+def test_a_rolling_update_waits_for_the_new_agent() -> None:
+    """A surge without a readiness probe would stop the old agent before the new one serves."""
+    assert agent_container()["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def agent_container() -> dict[str, Any]:
     (daemonset,) = yaml.safe_load_all((ROOT / "daemonset" / "base" / "daemonset.yaml").read_text())
-    assert daemonset["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"] == 0
+    assert daemonset["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+    return container
 
 
 def test_what_is_copied_is_sent_to_the_builder() -> None:
