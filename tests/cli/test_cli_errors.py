@@ -272,10 +272,11 @@ def test_one_sentence_and_nothing_half_done(ground: Ground, situation: Situation
 
 
 def start(ground: Ground, command: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[str]":
-    """In a process group of its own, as a terminal's foreground job."""
+    """In a process group of its own, as a terminal's foreground job: a background job's children ignore Ctrl-C."""
     return subprocess.Popen(
         ground.argv(command), env=ground.env(env), cwd="/", text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def xid74(word: int, bit: int, link: int = 4) -> str:
     return f"NVLink: fatal error detected on link {link}({', '.join(values)})"
 
 
-@pytest.mark.parametrize(("word", "bit"), product((1, 3, 4, 5), range(32)))
+@pytest.mark.parametrize(("word", "bit"), list(product((1, 3, 4, 5), range(32))))
 def test_every_bit_of_xid_74(word: int, bit: int) -> None:
     details = nvlink4(xid74(word, bit))
     assert details is not None
