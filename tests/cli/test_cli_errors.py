@@ -276,7 +276,7 @@ def start(ground: Ground, command: tuple[str, ...], env: dict[str, str]) -> "sub
     return subprocess.Popen(
         ground.argv(command), env=ground.env(env), cwd="/", text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads here
     )  # fmt: skip
 
 
