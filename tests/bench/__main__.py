@@ -43,7 +43,7 @@ def _measure(members: list[Figure], cluster: Cluster | None, table: Any) -> None
     for figure in members:
         one = summarise(figure, samples[figure.name])
         keep("bench", figure.name, one, started)
-        table.add_row(figure.name, f"{one.value:.3g}", one.unit, str(len(one.samples)), one.summary)
+        table.add_row(figure.name, f"{one.value:.4g}", one.unit, str(len(one.samples)), one.summary)
 
 
 if __name__ == "__main__":

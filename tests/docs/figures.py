@@ -17,7 +17,7 @@ def table(figures: Mapping[str, Mapping[str, Any]], cores: int | None = None) ->
         return "Not measured yet: run `make bench`."
     commits = ", ".join(sorted({str(one["commit"]) for one in figures.values()}))
     rows = [
-        f"| `{name}` | {one['value']:.3g} | {one['unit']} | {one['n']} | {one['summary']} |"
+        f"| `{name}` | {one['value']:.4g} | {one['unit']} | {one['n']} | {one['summary']} |"
         for name, one in sorted(figures.items())
     ]
     machine = f"{cores or os.cpu_count()} cores, control plane and all nodes on them; commit {commits}."

@@ -52,12 +52,15 @@ class Committer:
         self._recorder = recorder
         self._slots = asyncio.Semaphore(_PARALLEL_WRITES)
         self._waiting: dict[str, tuple[ReasonCode, float]] = {}
+        self._told: set[str] = set()
 
     async def apply(self, actions: Iterable[Action]) -> int:
         """Carry out one decision's actions in order; the number that failed and must be decided again."""
         actions = tuple(actions)
         reports = {action.gang for action in actions if isinstance(action, Report)}
         self._waiting = {gang: known for gang, known in self._waiting.items() if gang in reports}
+        # Where the decision itself says how a gang is placed (say, without pins), its words stand.
+        self._told = {a.gang for a in actions if isinstance(a, Report) and a.reason.code is ReasonCode.PLACED}
         failed = 0
         for action in actions:
             try:
@@ -88,7 +91,9 @@ class Committer:
                 await self._ensure_rule(action.driver)
 
     def _lasts(self, report: Report) -> bool:
-        """Whether the gang has waited for this reason long enough to tell people."""
+        """Whether the gang has waited for this reason long enough to tell people; that it is placed is told at once."""
+        if report.reason.code is ReasonCode.PLACED:
+            return True
         now = asyncio.get_running_loop().time()
         code, since = self._waiting.get(report.gang, (None, now))
         if code is not report.reason.code:
@@ -123,7 +128,8 @@ class Committer:
             nodes = sorted({assignment.node for assignment in place.assignments})
             text = f"{len(place.assignments)} pods placed on {_some(nodes)} (decision {place.decision})"
             logger.info("gang %s: %s", place.gang, text)
-            await self._report(place.gang, Reason(ReasonCode.PLACED, text))
+            if place.gang not in self._told:
+                await self._report(place.gang, Reason(ReasonCode.PLACED, text))
 
     async def _allocate(self, one: ClaimAllocation, consumers: list[Pod]) -> ResourceClaim:
         claim = self._world.caches.claims.items[one.claim]
