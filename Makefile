@@ -37,10 +37,10 @@ e2e: setup ## Tests on the local cluster (root)
 	@$(RUN)/pytest -q -m "e2e and not soak"
 
 soak: setup ## The large counts, whole; writes build/soak.json
-	@$(PY) -m tests.soak $(if $(NAME),--name $(NAME))
+	@$(PY) -m tests.soak $(if $(NAME),--name "$(NAME)")
 
 bench: setup ## Measure; writes build/bench.json. NAME=... measures one anew
-	@$(PY) -m tests.bench $(if $(NAME),--name $(NAME))
+	@$(PY) -m tests.bench $(if $(NAME),--name "$(NAME)")
 
 proto: setup ## Generate the kubelet's messages anew from src/gpunode/kubelet/proto/*.proto
 	@$(PY) -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/gpunode/kubelet/proto/*.proto

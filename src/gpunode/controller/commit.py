@@ -39,6 +39,7 @@ from gpunode.model.resource import ResourceClaim
 logger = logging.getLogger(__name__)
 FIELD_MANAGER = "gpunode-controller"
 _PARALLEL_WRITES = 16
+_RELEASE_TRIES = 6
 # A gang passes through several reasons to wait within milliseconds of its creation; only one that lasts is told.
 _TELL_AFTER_S = 0.5
 
@@ -173,13 +174,23 @@ class Committer:
         return claim
 
     async def _release(self, key: str, decision: str, node: str | None) -> None:
-        pod = self._world.caches.pods.items[key]
-        if all(gate.name != PLACEMENT_GATE for gate in pod.spec.scheduling_gates):
-            return
-        async with self._slots:
-            body = patches.release(pod, decision, node)
-            data = await self._api.patch(PODS.path_of(key), body, kind="json")
-        self._world.caches.pods.observe(msgspec.json.decode(data, type=Pod))
+        """Open one pod's gate. Others may write to the pod meanwhile (labels, annotations, its status): as long as
+        its spec is the one that was decided on, that is no reason to decide again."""
+        pod = decided = self._world.caches.pods.items[key]
+        for left in reversed(range(_RELEASE_TRIES)):
+            if all(gate.name != PLACEMENT_GATE for gate in pod.spec.scheduling_gates):
+                return
+            try:
+                async with self._slots:
+                    data = await self._api.patch(PODS.path_of(key), patches.release(pod, decision, node), kind="json")
+                self._world.caches.pods.observe(msgspec.json.decode(data, type=Pod))
+                return
+            except ApiError as error:
+                if not left or not _raced(error) or error.not_found:
+                    raise
+                pod = await self._api.get(PODS.path_of(key), Pod)
+                if pod.metadata.uid != decided.metadata.uid or pod.terminating or pod.spec != decided.spec:
+                    raise
 
     async def _evict(self, evict: Evict) -> None:
         logger.warning("evicting gang %s: %s", evict.gang, evict.reason.text)
