@@ -103,6 +103,7 @@ class Committer:
         return now - since >= _TELL_AFTER_S
 
     async def _place(self, place: Place) -> None:
+        self._check_members(place)
         pods = self._world.caches.pods.items
         consumers: dict[str, list[Pod]] = {}
         allocations: dict[str, ClaimAllocation] = {}
@@ -117,6 +118,11 @@ class Committer:
         if errors:
             await asyncio.gather(*(self._undo(c) for c in written if isinstance(c, ResourceClaim)))
             raise errors[0]
+        try:
+            self._check_members(place)
+        except KeyError:
+            await asyncio.gather(*(self._undo(c) for c in written if isinstance(c, ResourceClaim)))
+            raise
         releases: list[tuple[str, str | None]] = [(assignment.pod, assignment.node) for assignment in place.assignments]
         releases += [(pod, None) for pod in place.stragglers]
         opened = await asyncio.gather(
@@ -131,6 +137,13 @@ class Committer:
             logger.info("gang %s: %s", place.gang, text)
             if place.gang not in self._told:
                 await self._report(place.gang, Reason(ReasonCode.PLACED, text))
+
+    def _check_members(self, place: Place) -> None:
+        """Raise KeyError if a member is gone, going, or another pod of the same name: no gate may open for it."""
+        for assignment in place.assignments:
+            pod = self._world.caches.pods.items[assignment.pod]
+            if pod.terminating or pod.metadata.uid != assignment.uid:
+                raise KeyError(f"pod {assignment.pod} is not the one that was decided on")
 
     async def _allocate(self, one: ClaimAllocation, consumers: list[Pod]) -> ResourceClaim:
         claim = self._world.caches.claims.items[one.claim]

@@ -216,7 +216,7 @@ def _assignments(put: Put, now: datetime) -> list[Assignment]:
     if ask is not None:
         made = allocations(ask, put.picks, put.node, now)
         written = {c.metadata.key: a for c, a in zip(ask.claims, made, strict=True)}
-    return [Assignment(m.key, put.node, _claims(m, written)) for m in put.unit.members]
+    return [Assignment(m.key, put.node, _claims(m, written), m.pod.metadata.uid) for m in put.unit.members]
 
 
 def _claims(member: Member, written: dict[str, Allocation]) -> tuple[ClaimAllocation, ...]:

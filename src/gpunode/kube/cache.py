@@ -51,8 +51,13 @@ class Cache(Generic[T]):
         self._version = ""
 
     def observe(self, item: T) -> None:
-        """Take in an object that a write of ours just returned, so that the next decision already sees it."""
-        self._take(item.metadata.key, item)
+        """Take in an object that a write of ours just returned, so that the next decision already sees it.
+
+        Unless the watch is past that version and does not know the object: it was deleted before our answer came, and
+        taking it in would keep it for ever, since its deletion will not be told again.
+        """
+        if item.metadata.key in self.items or _number(self._version) < _version(item):
+            self._take(item.metadata.key, item)
 
     async def run(self) -> None:
         """Follow the collection until cancelled. Never raises for an unreachable or refusing server: retries."""
@@ -118,5 +123,8 @@ class Cache(Generic[T]):
 
 def _version(item: HasMeta) -> int:
     """resourceVersions compare as integers (KEP-5504); anything else counts as oldest."""
-    text = item.metadata.resource_version
-    return int(text) if text.isdigit() else 0
+    return _number(item.metadata.resource_version)
+
+
+def _number(version: str) -> int:
+    return int(version) if version.isdigit() else 0

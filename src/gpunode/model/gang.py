@@ -101,11 +101,12 @@ class ClaimAllocation:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where one member goes. Claims that are already allocated are not listed."""
+    """Where one member goes. Claims that are already allocated are not listed. uid: of the pod decided on."""
 
     pod: str
     node: str
     claims: tuple[ClaimAllocation, ...] = ()
+    uid: str = ""
 
 
 @dataclass(frozen=True)
