@@ -210,6 +210,15 @@ async def test_a_damaged_checkpoint_is_rebuilt_from_live_claims_before_anything_
     assert (await engine.recover()).lost is False
 
 
+def test_admin_access_is_answered_again_after_its_partition_went(node: Machine) -> None:
+    """The kubelet asks again after its restart: what the pod already has is not refused then."""
+    owner, admin = claim(1, PARTITIONS[0]), claim(2, result(PARTITIONS[0], adminAccess=True))
+    prepare(node, owner)
+    (entry,) = prepare(node, admin)
+    unprepare(node, owner)
+    assert prepare(node, admin) == [entry]
+
+
 async def test_admin_access_comes_back_after_what_it_looks_at(node: Machine) -> None:
     admin, user = claim(1, result(PARTITIONS[0], adminAccess=True)), claim(2, PARTITIONS[0])  # the older one looks
 

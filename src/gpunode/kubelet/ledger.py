@@ -225,7 +225,13 @@ class Ledger:
             )
         if refusal := conflict(entry, entries.values()):
             raise refusal
-        entry = _with_watched_partitions(entry, entries.values())
+        try:
+            entry = _with_watched_partitions(entry, entries.values())
+        except ClaimError:
+            # The same for a partition that it was looking at and that went with its owner.
+            if known is None or known.state is not State.COMPLETED:
+                raise
+            return known
         self.effects.supported(entry)
         if not needed(entry):
             return replace(entry, state=State.COMPLETED)
