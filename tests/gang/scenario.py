@@ -29,6 +29,7 @@ from gpunode.model.core import (
     Pod,
     PodGroup,
     PodGroupSpec,
+    PodGroupStatus,
     PodResourceClaim,
     PodResourceClaimStatus,
     PodSpec,
@@ -41,7 +42,7 @@ from gpunode.model.core import (
 )
 from gpunode.model.gang import Action, Config, Place, Report, Snapshot
 from gpunode.model.meta import Condition, ObjectMeta, OwnerReference
-from gpunode.model.names import DECISION_ANNOTATION, MANAGED_TAINT, PLACEMENT_GATE
+from gpunode.model.names import DECISION_ANNOTATION, MANAGED_TAINT, PLACED_CONDITION, PLACEMENT_GATE
 from gpunode.model.resource import (
     AllocatedDevices,
     Allocation,
@@ -78,6 +79,8 @@ from gpunode.model.resource import (
 DRIVER = "gpu.gpunode.dev"
 NOW = datetime(2026, 11, 29, 12, 0, 0, tzinfo=UTC)
 CREATED = "2026-11-29T00:00:00Z"
+# What a gang shows that has been placed.
+TOLD = Condition(type=PLACED_CONDITION, status="True", reason="Placed", message="pods placed")
 CONFIG = Config(drivers=frozenset({DRIVER}))
 
 
@@ -165,6 +168,7 @@ class Scenario:
                 scheduling_constraints=SchedulingConstraints(topology=topology) if topology else None,
                 priority=int(options["prio"]) if "prio" in options else None,
             ),
+            status=PodGroupStatus(conditions=(TOLD,) if "bound" in options else ()),
         )  # fmt: skip
         nodes = options["bound"].split(",") if "bound" in options else [""] * len(sizes)
         if "job" in options:
@@ -205,6 +209,7 @@ class Scenario:
             ),
             status=PodStatus(
                 phase="Running" if node else "Pending",
+                conditions=(TOLD,) if required and "group" not in options else (),
                 resource_claim_statuses=(
                     PodResourceClaimStatus(name="gpu", resource_claim_name=f"{name}-gpu"),
                 ) if size else (),

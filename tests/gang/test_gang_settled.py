@@ -8,7 +8,7 @@ from scenario import CONFIG, NOW, Scenario, reasons, scenario
 
 from gpunode.gang.decide import decide
 from gpunode.gang.times import parse_time
-from gpunode.model.core import Container, ContainerResources
+from gpunode.model.core import Container, ContainerResources, PodGroupStatus
 from gpunode.model.meta import Condition, ObjectMeta
 from gpunode.model.names import PLACED_CONDITION
 from gpunode.model.resource import DeviceClass
@@ -38,8 +38,14 @@ def test_an_outdated_reason_is_corrected(status: str, message: str, corrected: b
     assert said(world) == ({"g": "Placed: all 2 pods have their place on n1"} if corrected else {})
 
 
-def test_a_gang_without_a_shown_reason_needs_none() -> None:
-    assert said(scenario("node n1\ngang g pods=4,4 bound=n1,n1")) == {}
+def test_what_a_controller_could_not_tell_before_it_died_is_told() -> None:
+    world = scenario("node n1\ngang g pods=4,4 bound=n1,n1")
+    world.groups["default/g"] = replace(world.groups["default/g"], status=PodGroupStatus())
+    assert said(world) == {"g": "Placed: all 2 pods have their place on n1"}
+
+
+def test_a_gang_that_somebody_else_placed_needs_no_word_of_ours() -> None:
+    assert said(scenario("node n1\npod p gpus=4 on=n1 ungated")) == {}
 
 
 def _released(world: Scenario) -> None:

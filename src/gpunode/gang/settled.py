@@ -9,7 +9,7 @@ from gpunode.gang.times import parse_time
 from gpunode.model.core import Pod
 from gpunode.model.gang import Config, Reason, ReasonCode, Snapshot
 from gpunode.model.meta import Condition
-from gpunode.model.names import PLACED_CONDITION
+from gpunode.model.names import DECISION_ANNOTATION, PLACED_CONDITION
 
 # How the reason of a gang starts whose surplus members wait; it is outdated once they do not.
 SURPLUS = "runs with "
@@ -23,8 +23,12 @@ def afterwards(state: GangState, snapshot: Snapshot, now: datetime, config: Conf
     if overdue:
         return _unbound(overdue, len(state.members), config)
     shown = _condition(state, snapshot)
-    outdated = shown is not None and (shown.status != "True" or shown.message.startswith(SURPLUS))
-    return placed_reason([m.pod for m in state.members], snapshot) if outdated else None
+    if shown is None:
+        # A controller that died before it could tell.
+        untrue = any(DECISION_ANNOTATION in m.pod.metadata.annotations for m in state.members)
+    else:
+        untrue = shown.status != "True" or shown.message.startswith(SURPLUS)
+    return placed_reason([m.pod for m in state.members], snapshot) if untrue else None
 
 
 def _overdue(member: Member, now: datetime, config: Config) -> bool:
