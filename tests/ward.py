@@ -10,7 +10,7 @@ from gpunode.agent.orders import give_order, new_order
 from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.install import kubectl
 from gpunode.hardware.fake import kernel_log
-from gpunode.kube.cache import Cache
+from gpunode.kube.cache import Cache, following
 from gpunode.kube.client import Api
 from gpunode.kube.kinds import CLAIMS, PODS, SLICES, Kind
 from gpunode.model.core import Pod
@@ -170,14 +170,5 @@ async def ward(cluster: Cluster) -> AsyncIterator[Ward]:
     """A Ward whose watches are in step; ended with the block."""
     async with await Api.connect(cluster.kubeconfig, "gpunode-ward") as api:
         it = Ward(cluster, api)
-        caches = (it.slices, it.events, it.pods, it.claims)
-        tasks = [asyncio.create_task(cache.run()) for cache in caches]
-        try:
-            async with asyncio.timeout(30):
-                for cache in caches:
-                    await cache.synced.wait()
+        async with following(it.slices, it.events, it.pods, it.claims):
             yield it
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,7 +11,7 @@ import pytest
 
 from gpunode.controller.commit import Committer
 from gpunode.controller.world import World
-from gpunode.kube.cache import Cache
+from gpunode.kube.cache import Cache, following
 from gpunode.kube.client import WatchEvent
 from gpunode.kube.events import Recorder
 from gpunode.kube.kinds import PODS, Served
@@ -107,16 +107,13 @@ async def test_allocations_are_taken_back_when_a_member_goes_while_they_are_writ
 async def test_an_answer_that_comes_after_the_deletion_does_not_bring_the_object_back() -> None:
     api = FakeApi()
     cache: Cache[Pod] = Cache(api, PODS)  # type: ignore[arg-type]
-    task = asyncio.create_task(cache.run())
-    await cache.synced.wait()
-    for kind, version in (("ADDED", "11"), ("DELETED", "13")):
-        event = msgspec.json.encode(pod("p0", "u", version))
-        api.events.put_nowait(WatchEvent(type=kind, object=msgspec.Raw(event)))
-    while cache._version != "13":
-        await asyncio.sleep(0)
-    cache.observe(pod("p0", "u", "12"))
-    assert not cache.items
-    cache.observe(pod("p0", "u2", "14"))
-    assert cache.items, "a newer one is news"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with following(cache):
+        for kind, version in (("ADDED", "11"), ("DELETED", "13")):
+            event = msgspec.json.encode(pod("p0", "u", version))
+            api.events.put_nowait(WatchEvent(type=kind, object=msgspec.Raw(event)))
+        while cache._version != "13":
+            await asyncio.sleep(0)
+        cache.observe(pod("p0", "u", "12"))
+        assert not cache.items
+        cache.observe(pod("p0", "u2", "14"))
+        assert cache.items, "a newer one is news"

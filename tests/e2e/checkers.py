@@ -1,13 +1,12 @@
 """Watches that run beside every end-to-end test and hold the invariants over all it does, not only at its end."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from gpunode.cluster.cluster import Cluster
-from gpunode.kube.cache import Cache
+from gpunode.kube.cache import Cache, following
 from gpunode.kube.client import Api
 from gpunode.kube.kinds import CLAIMS, JOBS, PODS
 from gpunode.model.core import Job, Pod
@@ -116,13 +115,6 @@ async def checkers(cluster: Cluster, job: str = "train", size: int = 8) -> Async
             Cache(api, PODS, on_change=all_.gang.on_pod),
             Cache(api, JOBS, on_change=all_.jobs.on_job),
         )
-        tasks = [asyncio.create_task(cache.run()) for cache in caches]
-        try:
-            for cache in caches:
-                await cache.synced.wait()
+        async with following(*caches):
             yield all_
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
     assert not all_.devices.violations, all_.devices.violations

@@ -10,7 +10,7 @@ from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.install import CONTROLLER, Installation, start_controller
 from gpunode.controller import run
 from gpunode.controller.run import ControllerOptions, run_controller
-from gpunode.kube.cache import Cache
+from gpunode.kube.cache import Cache, following
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError
 from gpunode.kube.kinds import CLAIMS, JOBS, NAMESPACES, PODS, Kind, discover
@@ -240,19 +240,12 @@ async def scene(cluster: Cluster, namespace: str, gangs: bool = True) -> AsyncIt
             meta = {"name": namespace, "labels": labels}
             await api.create(NAMESPACES.path(), {"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
         made = Scene(cluster, api, groups, namespace)
-        tasks = [asyncio.create_task(c.run()) for c in (made.pods, made.claims, made.jobs, made.groups)]
-        try:
-            for cache in (made.pods, made.claims, made.jobs, made.groups):
-                await cache.synced.wait()
+        async with following(made.pods, made.claims, made.jobs, made.groups):
             # The API server learns of new namespaces' policies and default ServiceAccount a moment later.
             await until_service_account(api, namespace)
             await made.clear()
             yield made
             await made.clear()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_service_account(api: Api, namespace: str) -> None:

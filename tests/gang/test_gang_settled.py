@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from scenario import CONFIG, NOW, Scenario, reasons, scenario
 
 from gpunode.gang.decide import decide
-from gpunode.gang.times import parse_time
 from gpunode.model.core import Container, ContainerResources, PodGroupStatus
 from gpunode.model.meta import Condition, ObjectMeta
 from gpunode.model.names import PLACED_CONDITION
 from gpunode.model.resource import DeviceClass
+from gpunode.model.times import parse_time
 
 
 def said(world: Scenario, after_s: float = 0) -> dict[str, str]:

@@ -7,7 +7,6 @@ part of what is applied, so a claim that was deleted and made again under the sa
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +18,7 @@ from gpunode.kubelet.checkpoint import Entries, Entry
 from gpunode.kubelet.health import DeviceReport
 from gpunode.kubelet.status import condition_times, device_statuses
 from gpunode.model.meta import ApiStruct
+from gpunode.model.times import stamp_now
 
 logger = logging.getLogger(__name__)
 FIELD_MANAGER: Final = "gpunode-agent"
@@ -49,7 +49,7 @@ class ClaimStatuses:
     def __init__(self, api: Api, driver: str, now: Callable[[], str] | None = None) -> None:
         self._api = api
         self._driver = driver
-        self._now = now or _utc_now
+        self._now = now or stamp_now
         self._entries: Entries = {}
         self._health: Mapping[str, DeviceReport] = {}
         self._told: dict[str, Statuses] = {}
@@ -107,7 +107,7 @@ class ClaimStatuses:
                     {"fieldManager": FIELD_MANAGER, "force": "true"},
                 )
         except ApiError as error:
-            if error.not_found or error.conflict:
+            if error.raced:
                 return True  # gone, or another claim by now: it is not ours to describe
             logger.warning("status of claim %s not written: %s", entry.key, error)
             return False
@@ -128,7 +128,3 @@ def _body(entry: Entry, devices: Statuses) -> dict[str, Any]:
         "metadata": {"name": entry.name, "namespace": entry.namespace, "uid": entry.uid},
         "status": {"devices": devices},
     }
-
-
-def _utc_now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

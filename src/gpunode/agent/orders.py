@@ -2,7 +2,6 @@
 
 import asyncio
 import uuid
-from datetime import UTC, datetime
 
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError
@@ -10,6 +9,7 @@ from gpunode.kube.kinds import CONFIG_MAPS, SLICES
 from gpunode.model.faults import FaultOrder, encode_orders, parse_orders
 from gpunode.model.meta import ApiStruct
 from gpunode.model.names import DEFAULT_DRIVER, FAULTS_CONFIGMAP, SYSTEM_NAMESPACE
+from gpunode.model.times import stamp_now
 
 _ANSWER_S = 10.0
 
@@ -25,7 +25,7 @@ class _Event(ApiStruct, frozen=True):
 
 def new_order(device: str = "", xid: int | None = None, recover: bool = False, scenario: str = "") -> FaultOrder:
     """An order with a fresh id."""
-    at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    at = stamp_now()
     return FaultOrder(id=uuid.uuid4().hex[:12], device=device, xid=xid, recover=recover, scenario=scenario, at=at)
 
 
@@ -74,7 +74,7 @@ async def _append(api: Api, node: str, order: FaultOrder) -> None:
             await _try_append(api, path, node, order)
             return
         except ApiError as error:
-            if not error.conflict:
+            if not error.raced:
                 raise
     raise OrderError(f"the ConfigMap {FAULTS_CONFIGMAP} is being changed by many at once; try again")
 

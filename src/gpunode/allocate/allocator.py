@@ -14,7 +14,7 @@ a count of device trials, so that a plan repeats on any machine. Known differenc
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final
 
 from msgspec.structs import replace
@@ -36,6 +36,7 @@ from gpunode.model.resource import (
     DeviceToleration,
     ResourceClaim,
 )
+from gpunode.model.times import stamp
 
 MAX_TRIALS: Final = 20_000
 # Namespace of the deterministic share IDs.
@@ -377,14 +378,13 @@ def give_devices(picks: Iterable[Pick], usage: Usage) -> None:
 
 def allocations(ask: Ask, picks: Sequence[Pick], node: str, now: datetime) -> tuple[Allocation, ...]:
     """One allocation for each claim of the ask, as kube-scheduler would write it."""
-    stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return tuple(
         Allocation(
             devices=AllocatedDevices(
                 results=tuple(_result(claim, p, n) for n, p in enumerate(own)), config=_config(claim, own)
             ),
             node_selector=node_selector(node),
-            allocation_timestamp=stamp,
+            allocation_timestamp=stamp(now),
         )
         for number, claim in enumerate(ask.claims)
         for own in [[p for p in picks if p.want.claim == number]]

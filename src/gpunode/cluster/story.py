@@ -16,7 +16,7 @@ from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.errors import ClusterError
 from gpunode.cluster.install import kubectl
 from gpunode.datafiles import data_dir
-from gpunode.kube.cache import Cache
+from gpunode.kube.cache import Cache, following
 from gpunode.kube.client import Api
 from gpunode.kube.kinds import CLAIMS, JOBS, PODS, SLICES, Kind, discover
 from gpunode.model.core import Job, Pod, PodGroup
@@ -246,17 +246,8 @@ async def stage(cluster: Cluster) -> AsyncIterator[Stage]:
         if kind is None:
             raise ClusterError("this cluster serves no PodGroups: bring it up with gpunode cluster up")
         it = Stage(cluster, api, kind)
-        caches = (it.pods, it.claims, it.jobs, it.groups)
-        tasks = [asyncio.create_task(cache.run()) for cache in caches]
-        try:
-            async with asyncio.timeout(30):
-                for cache in caches:
-                    await cache.synced.wait()
+        async with following(it.pods, it.claims, it.jobs, it.groups):
             yield it
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _served(cluster: Cluster, example: str | Path) -> Path:

@@ -7,14 +7,11 @@ by the next decision, which sees it in the snapshot.
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from datetime import UTC, datetime
-
-import msgspec
+from collections.abc import Coroutine, Iterable
 
 from gpunode.controller import patches
 from gpunode.controller.world import World
-from gpunode.kube.client import Api
+from gpunode.kube.client import Api, decode
 from gpunode.kube.errors import ApiError, UnreachableError
 from gpunode.kube.events import ObjectRef, Recorder
 from gpunode.kube.kinds import CLAIMS, JOBS, PODS
@@ -35,6 +32,8 @@ from gpunode.model.gang import (
 from gpunode.model.meta import Condition
 from gpunode.model.names import PLACEMENT_GATE
 from gpunode.model.resource import ResourceClaim
+from gpunode.model.times import stamp_now
+from gpunode.model.wording import some
 
 logger = logging.getLogger(__name__)
 FIELD_MANAGER = "gpunode-controller"
@@ -68,7 +67,7 @@ class Committer:
                 await self._apply(action)
             except (ApiError, UnreachableError, KeyError) as error:
                 failed += 1
-                stale = isinstance(error, KeyError) or (isinstance(error, ApiError) and (_raced(error)))
+                stale = isinstance(error, KeyError) or (isinstance(error, ApiError) and error.raced)
                 level = logging.INFO if stale else logging.ERROR
                 logger.log(level, "%s not completed, will decide again: %s", _describe(action), error)
         return failed
@@ -111,29 +110,19 @@ class Committer:
             for one in assignment.claims:
                 allocations[one.claim] = one
                 consumers.setdefault(one.claim, []).append(pods[assignment.pod])
-        written = await asyncio.gather(
-            *(self._allocate(one, consumers[claim]) for claim, one in allocations.items()), return_exceptions=True
-        )
-        errors = [result for result in written if isinstance(result, BaseException)]
-        if errors:
-            await asyncio.gather(*(self._undo(c) for c in written if isinstance(c, ResourceClaim)))
-            raise errors[0]
+        written: list[ResourceClaim] = []
         try:
+            await _all(self._allocate(one, consumers[claim], written) for claim, one in allocations.items())
             self._check_members(place)
-        except KeyError:
-            await asyncio.gather(*(self._undo(c) for c in written if isinstance(c, ResourceClaim)))
+        except Exception:
+            await asyncio.gather(*map(self._undo, written))
             raise
         releases: list[tuple[str, str | None]] = [(assignment.pod, assignment.node) for assignment in place.assignments]
         releases += [(pod, None) for pod in place.stragglers]
-        opened = await asyncio.gather(
-            *(self._release(pod, place.decision, node) for pod, node in releases), return_exceptions=True
-        )
-        errors = [result for result in opened if isinstance(result, BaseException)]
-        if errors:
-            raise errors[0]
+        await _all(self._release(pod, place.decision, node) for pod, node in releases)
         if place.assignments:
             nodes = sorted({assignment.node for assignment in place.assignments})
-            text = f"{len(place.assignments)} pods placed on {_some(nodes)} (decision {place.decision})"
+            text = f"{len(place.assignments)} pods placed on {some(nodes, 8)} (decision {place.decision})"
             logger.info("gang %s: %s", place.gang, text)
             if place.gang not in self._told:
                 await self._report(place.gang, Reason(ReasonCode.PLACED, text))
@@ -145,14 +134,15 @@ class Committer:
             if pod.terminating or pod.metadata.uid != assignment.uid:
                 raise KeyError(f"pod {assignment.pod} is not the one that was decided on")
 
-    async def _allocate(self, one: ClaimAllocation, consumers: list[Pod]) -> ResourceClaim:
+    async def _allocate(self, one: ClaimAllocation, consumers: list[Pod], written: list[ResourceClaim]) -> None:
+        """Write one allocation, and add the claim as it then is to `written`."""
         claim = self._world.caches.claims.items[one.claim]
         add_finalizer = patches.finalizer(claim)
         async with self._slots:
             if add_finalizer is not None:
                 claim = self._seen(await self._api.patch(CLAIMS.path_of(one.claim), add_finalizer))
             body = patches.allocate(claim.metadata.resource_version, one.allocation, consumers)
-            return self._seen(await self._api.patch(CLAIMS.path_of(one.claim, "status"), body))
+            written.append(self._seen(await self._api.patch(CLAIMS.path_of(one.claim, "status"), body)))
 
     async def _bind(self, bind: Bind) -> None:
         pod = self._world.caches.pods.items[bind.pod]
@@ -182,7 +172,7 @@ class Committer:
             logger.warning("allocation of claim %s is left to the next decision: %s", claim.metadata.key, error)
 
     def _seen(self, data: bytes) -> ResourceClaim:
-        claim = msgspec.json.decode(data, type=ResourceClaim)
+        claim = decode(data, ResourceClaim)
         self._world.caches.claims.observe(claim)
         return claim
 
@@ -196,10 +186,10 @@ class Committer:
             try:
                 async with self._slots:
                     data = await self._api.patch(PODS.path_of(key), patches.release(pod, decision, node), kind="json")
-                self._world.caches.pods.observe(msgspec.json.decode(data, type=Pod))
+                self._world.caches.pods.observe(decode(data, Pod))
                 return
             except ApiError as error:
-                if not left or not _raced(error) or error.not_found:
+                if not left or not error.raced or error.not_found:
                     raise
                 pod = await self._api.get(PODS.path_of(key), Pod)
                 if pod.metadata.uid != decided.metadata.uid or pod.terminating or pod.spec != decided.spec:
@@ -212,7 +202,7 @@ class Committer:
             "gang": evict.gang,
             "reason": evict.reason.code,
             "devices": list(evict.devices),
-            "started": _now(),
+            "started": stamp_now(),
         }
         for key in evict.jobs:
             job = self._world.caches.jobs.items[key]
@@ -243,7 +233,7 @@ class Committer:
 
     async def _patch_job(self, key: str, body: patches.Json) -> None:
         data = await self._api.patch(JOBS.path_of(key), body)
-        self._world.caches.jobs.observe(msgspec.json.decode(data, type=Job))
+        self._world.caches.jobs.observe(decode(data, Job))
 
     async def _ensure_rule(self, driver: str) -> None:
         kind = self._world.served.taint_rules
@@ -256,7 +246,7 @@ class Committer:
                 raise
             return
         if self._world.caches.taint_rules is not None:
-            self._world.caches.taint_rules.observe(msgspec.json.decode(data, type=kind.type))
+            self._world.caches.taint_rules.observe(decode(data, kind.type))
 
     async def _report(self, gang: str, reason: Reason) -> None:
         """Show the gang's one current reason as a condition and, when it changed, as an Event."""
@@ -267,7 +257,7 @@ class Committer:
         if target is None:
             return
         about, path, current = target
-        body = patches.condition(current, fresh, _now())
+        body = patches.condition(current, fresh, stamp_now())
         if body is None:
             return
         apply = {
@@ -300,19 +290,17 @@ class Committer:
         return _pod_ref(pod), PODS.path_of(key, "status"), pod.status.conditions
 
 
-def _raced(error: ApiError) -> bool:
-    """The object changed or went away since the decision (a failed JSON Patch test is a 422 without a reason)."""
-    return error.conflict or error.not_found or (error.status == 422 and error.reason != "Invalid")
+async def _all(writes: Iterable[Coroutine[None, None, None]]) -> None:
+    """Let every write end, then raise the first error there was."""
+    ended = await asyncio.gather(*writes, return_exceptions=True)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
 
 
 def _describe(action: Action) -> str:
     subject = getattr(action, "gang", "") or getattr(action, "job", "") or getattr(action, "driver", "")
     return f"{type(action).__name__} {subject}"
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _job_ref(job: Job) -> ObjectRef:
@@ -321,7 +309,3 @@ def _job_ref(job: Job) -> ObjectRef:
 
 def _pod_ref(pod: Pod) -> ObjectRef:
     return ObjectRef("v1", "Pod", pod.metadata.name, pod.metadata.namespace, pod.metadata.uid)
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -6,11 +6,11 @@ from datetime import datetime
 
 from gpunode.allocate.pools import DeviceId, PoolDevice
 from gpunode.gang.derived import View
-from gpunode.gang.times import parse_time
 from gpunode.health.guard import BlastRadius
 from gpunode.model.gang import Config
 from gpunode.model.hardware import PARTITION_MARK
 from gpunode.model.names import HEALTH_DIMENSIONS, HEALTH_TAINT_PREFIX, QUARANTINE_TAINT
+from gpunode.model.times import parse_time
 
 _FAILED = frozenset(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS)
 _HARMFUL = ("NoSchedule", "NoExecute")

@@ -6,6 +6,7 @@ from gpunode.gang.decide import decide
 from gpunode.gang.settled import placed_reason
 from gpunode.model.core import Pod
 from gpunode.model.gang import Config, Evict, Place, Reason, ReasonCode, Release, Report, Snapshot
+from gpunode.model.wording import some
 
 
 def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) -> Reason:
@@ -18,8 +19,7 @@ def explain(snapshot: Snapshot, gang_key: str, now: datetime, config: Config) ->
         if isinstance(action, Place) and action.gang == gang_key:
             nodes = sorted({a.node for a in action.assignments})
             count = len(action.assignments)
-            text = f"fits now: {'1 pod goes' if count == 1 else f'{count} pods go'} to {', '.join(nodes[:4])}"
-            text += f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else ""
+            text = f"fits now: {'1 pod goes' if count == 1 else f'{count} pods go'} to {some(nodes, more='more nodes')}"
             return Reason(ReasonCode.PLACED, text, {"pods": count, "nodes": len(nodes)})
         if isinstance(action, Release) and action.gang == gang_key:
             text = (

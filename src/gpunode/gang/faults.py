@@ -20,7 +20,6 @@ from gpunode.gang.derived import View
 from gpunode.gang.gangs import GangState, Member, Stage, left_over
 from gpunode.gang.holders import departing
 from gpunode.gang.place import Placed, bundle, place_units
-from gpunode.gang.times import parse_time
 from gpunode.model.core import Affinity, Job, NodeAffinity, Pod
 from gpunode.model.gang import Evict, Reason, ReasonCode, Release, Report, Resume, Snapshot
 from gpunode.model.names import (
@@ -40,6 +39,8 @@ from gpunode.model.resource import (
     ResourceClaim,
     ResourceClaimStatus,
 )
+from gpunode.model.times import parse_time
+from gpunode.model.wording import some
 
 HEALTH_KEYS = (*(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS), QUARANTINE_TAINT)
 
@@ -148,7 +149,7 @@ def react(board: Board, state: GangState, now: datetime, alarm: Alarm) -> Evict 
     if nodes is None:
         text += f"; the gang's {len(state.members)} pods do not fit anywhere without it, so it is left running"
         return Report(state.gang.key, Reason(ReasonCode.FAULT_NO_ROOM, text, facts))
-    text += f"; restarting all {len(state.members)} pods, with room on {_some(nodes)}"
+    text += f"; restarting all {len(state.members)} pods, with room on {some(sorted(set(nodes)))}"
     uids = {m.key: m.pod.metadata.uid for m in state.members}
     devices = tuple(str(f.device) for f in faults)
     return Evict(
@@ -168,11 +169,6 @@ def _held(claim: ResourceClaim) -> set[DeviceId]:
 
 def _describe(faults: tuple[Fault, ...]) -> str:
     return str(faults[0]) if len(faults) == 1 else f"{faults[0]} and {len(faults) - 1} more devices are faulty"
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(set(names))
-    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 
 
 def _owners(state: GangState, snapshot: Snapshot) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Pod, ...]]:

@@ -5,11 +5,12 @@ from datetime import datetime, timedelta
 
 from gpunode.gang.board import location
 from gpunode.gang.gangs import GangState, Member, Stage
-from gpunode.gang.times import parse_time
 from gpunode.model.core import Pod
 from gpunode.model.gang import Config, Reason, ReasonCode, Snapshot
 from gpunode.model.meta import Condition
 from gpunode.model.names import DECISION_ANNOTATION, PLACED_CONDITION
+from gpunode.model.times import parse_time
+from gpunode.model.wording import some
 
 # How the reason of a gang starts whose surplus members wait; it is outdated once they do not.
 SURPLUS = "runs with "
@@ -64,5 +65,5 @@ def placed_reason(pods: Sequence[Pod], snapshot: Snapshot) -> Reason:
         text = f"its {len(pods)} pods use no managed devices and carry no placement gate: kube-scheduler places them"
         return Reason(ReasonCode.PLACED, text, {"pods": len(pods)})
     subject = "its 1 pod has its place" if len(pods) == 1 else f"all {len(pods)} pods have their place"
-    text = f"{subject} on {', '.join(nodes[:4])}" + (f" and {len(nodes) - 4} more nodes" if len(nodes) > 4 else "")
+    text = f"{subject} on {some(nodes, more='more nodes')}"
     return Reason(ReasonCode.PLACED, text, {"pods": len(pods), "nodes": len(nodes)})

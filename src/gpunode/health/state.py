@@ -8,6 +8,7 @@ import msgspec
 
 from gpunode.health.rules import Raise
 from gpunode.model.health import Dimension, Finding, Level, RecoveryAction
+from gpunode.model.times import stamp
 
 STATE_VERSION = 1
 MAX_HISTORY = 500
@@ -28,7 +29,7 @@ class Instant:
     def text(self) -> str:
         """RFC 3339, UTC, seconds; the epoch where the clock is beyond what a date can hold."""
         try:
-            return datetime.fromtimestamp(self.wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return stamp(datetime.fromtimestamp(self.wall, UTC))
         except (OverflowError, ValueError, OSError):
             return "1970-01-01T00:00:00Z"
 

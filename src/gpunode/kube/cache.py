@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -119,6 +120,21 @@ class Cache(Generic[T]):
             self.items[key] = item
         if self._on_change is not None:
             self._on_change(key, item)
+
+
+@asynccontextmanager
+async def following(*caches: Cache[Any], within_s: float = 30.0) -> AsyncIterator[None]:
+    """Run caches beside the block, which begins once all of them have listed. Raises TimeoutError."""
+    tasks = [asyncio.create_task(cache.run()) for cache in caches]
+    try:
+        async with asyncio.timeout(within_s):
+            for cache in caches:
+                await cache.synced.wait()
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _version(item: HasMeta) -> int:

@@ -234,6 +234,14 @@ def _refusal(method: str, path: str, status: int, data: bytes) -> ApiError:
     return ApiError(method, path, answer.code or status, answer.reason, answer.message)
 
 
+def decode(data: bytes, kind: type[T]) -> T:
+    """The object in the answer to a write. Raises ApiError for an answer that is none: as good as no answer."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ApiError("answer", kind.__name__, 200, "Unreadable", str(error)) from None
+
+
 async def reachable(api: Api) -> None:
     """Raise UnreachableError or ApiError unless the API server answers; for start-up checks."""
     async with asyncio.timeout(15):

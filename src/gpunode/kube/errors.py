@@ -24,9 +24,13 @@ class ApiError(Exception):
         return self.status in (401, 403)
 
     @property
-    def conflict(self) -> bool:
-        """A stale resourceVersion, a failed JSON-Patch test, or a name that is taken."""
-        return self.status == 409 or (self.status == 422 and "testing value" in self.message)
+    def raced(self) -> bool:
+        """The object changed, went away or came since it was read: read again and decide again.
+
+        A stale resourceVersion or a name that is taken is a 409; a failed JSON Patch test is a 422 without a reason
+        (one that the object's validation refuses has the reason Invalid).
+        """
+        return self.status in (404, 409) or (self.status == 422 and self.reason != "Invalid")
 
     @property
     def gone(self) -> bool:

@@ -104,7 +104,7 @@ class Lease:
                 "PUT", f"{self._path}/{self._name}", self._body(lease.metadata.resource_version, transitions)
             )
         except ApiError as error:
-            if error.conflict:
+            if error.raced:
                 return "another candidate"
             raise
         return self._identity

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from gpunode.kube.cache import Cache
-from gpunode.kube.client import Api
+from gpunode.kube.client import Api, decode
 from gpunode.kube.errors import ApiError, UnreachableError
 from gpunode.kube.events import ObjectRef, Recorder
 from gpunode.kube.kinds import SLICES
@@ -60,7 +60,7 @@ class Publisher:
                 failures = 0
             except (ApiError, UnreachableError) as error:
                 self.published.clear()
-                raced = isinstance(error, ApiError) and (error.conflict or error.not_found)
+                raced = isinstance(error, ApiError) and error.raced
                 logger.log(logging.INFO if raced else logging.ERROR, "slices not published, will retry: %s", error)
                 if isinstance(error, ApiError) and not raced:
                     await self._recorder.emit(self._about, "SlicePublishFailed", str(error), "Warning", "Publish")
@@ -98,7 +98,7 @@ class Publisher:
         logger.info("slices: %d created, %d updated, %d deleted", len(todo.create), len(todo.update), len(todo.delete))
 
     def _seen(self, data: bytes) -> None:
-        self._cache.observe(msgspec.json.decode(data, type=ResourceSlice))
+        self._cache.observe(decode(data, ResourceSlice))
 
     def _body(self, slice_: ResourceSlice) -> dict[str, object]:
         """The whole object: this agent is the only author of it, so nothing of another's can be lost."""
