@@ -7,11 +7,12 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.allocate.pooling import build_pools
 
 from gpunode.allocate.allocator import allocate
 from gpunode.allocate.ask import Failure, FailureKind
 from gpunode.allocate.cel import Selectors
-from gpunode.allocate.pools import NodeDevices, build_pools, devices_on
+from gpunode.allocate.pools import NodeDevices, devices_on
 from gpunode.allocate.usage import Usage
 from gpunode.model.core import Node
 from gpunode.model.meta import ObjectMeta

@@ -1,8 +1,9 @@
 """Slices become pools by the rules of the in-tree allocator."""
 
 import pytest
+from tests.allocate.pooling import build_pools
 
-from gpunode.allocate.pools import DeviceId, build_pools, devices_on
+from gpunode.allocate.pools import DeviceId, devices_on
 from gpunode.model.core import Node
 from gpunode.model.meta import ObjectMeta
 from gpunode.model.names import MANAGED_TAINT

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpunode.allocate.allocator import allocate
 from gpunode.allocate.cel import Selectors
-from gpunode.allocate.pools import build_pools, devices_on
+from gpunode.allocate.pools import devices_on
 from gpunode.allocate.usage import Usage
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.install import CONTROLLER
@@ -32,6 +32,7 @@ from gpunode.model.resource import (
     ResourceClaim,
     ResourceSlice,
 )
+from tests.allocate.pooling import build_pools
 from tests.e2e.checkers import checkers
 from tests.e2e.scene import Json, Scene, controller_inside, gated, scene, without_controller
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from scenario import CONFIG, NOW, places, reasons, scenario
 
 from gpunode.gang.decide import decide
-from gpunode.model.core import BasicPolicy, Pod, SchedulingPolicy
+from gpunode.model.core import Pod, SchedulingPolicy
 from gpunode.model.gang import EnsureTaintRule
 from gpunode.model.meta import ObjectMeta
 from gpunode.model.names import MANAGED_TAINT
@@ -25,7 +25,7 @@ from gpunode.model.resource import (
 def test_a_basic_group_is_that_many_gangs_of_one() -> None:
     world = scenario("node n1\ngang g pods=8,8")
     group = world.groups["default/g"]
-    policy = SchedulingPolicy(basic=BasicPolicy())
+    policy = SchedulingPolicy()
     world.groups["default/g"] = replace(group, spec=replace(group.spec, scheduling_policy=policy))
     actions = decide(world.snapshot(), NOW, CONFIG)
     assert places(actions) == {"g-0": ["n1"]} and set(reasons(actions)) == {"g-1"}

@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.allocate.pooling import build_pools
 from tests.oracle import test_oracle_slices as build
 
 from gpunode.allocate.allocator import allocate
 from gpunode.allocate.ask import Failure, FailureKind
 from gpunode.allocate.cel import Selectors
-from gpunode.allocate.pools import NodeDevices, build_pools, devices_on
+from gpunode.allocate.pools import NodeDevices, devices_on
 from gpunode.allocate.usage import Usage
 from gpunode.model.core import Node
 from gpunode.model.meta import ObjectMeta

@@ -5,7 +5,7 @@ the slices with a pool's highest generation count; a pool with fewer slices than
 duplicate device or counter-set names, and references to counters that do not exist, make a pool invalid.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -119,18 +119,6 @@ def _selected(id_: DeviceId, rule: DeviceTaintRule) -> bool:
         and selector.pool in (None, id_.pool)
         and selector.device in (None, id_.device)
     )
-
-
-def build_pools(
-    slices: Mapping[str, ResourceSlice], rules: Mapping[str, DeviceTaintRule], drivers: frozenset[str]
-) -> dict[tuple[str, str], Pool]:
-    """Pools of the given drivers by (driver, pool name), in sorted order."""
-    grouped: dict[tuple[str, str], list[tuple[str, ResourceSlice]]] = {}
-    for name, slice_ in slices.items():
-        if slice_.spec.driver in drivers:
-            grouped.setdefault((slice_.spec.driver, slice_.spec.pool.name), []).append((name, slice_))
-    ordered = [rules[name] for name in sorted(rules)]
-    return {key: build_pool([s for _, s in sorted(grouped[key])], ordered) for key in sorted(grouped)}
 
 
 def build_pool(slices: list[ResourceSlice], rules: list[DeviceTaintRule]) -> Pool:

@@ -22,8 +22,6 @@ _REFUSED_S = 5.0
 class LeaseSpec(ApiStruct, frozen=True):
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
-    acquire_time: str | None = None
-    renew_time: str | None = None
     lease_transitions: int | None = None
 
 

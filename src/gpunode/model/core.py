@@ -17,15 +17,9 @@ class NodeSpec(ApiStruct, frozen=True):
     taints: tuple[NodeTaint, ...] = ()
 
 
-class NodeSystemInfo(ApiStruct, frozen=True):
-    boot_id: str = field(default="", name="bootID")
-    kubelet_version: str = ""
-
-
 class NodeStatus(ApiStruct, frozen=True):
     allocatable: dict[str, str] = {}
     conditions: tuple[Condition, ...] = ()
-    node_info: NodeSystemInfo = NodeSystemInfo()
 
 
 class Node(ApiStruct, frozen=True):
@@ -96,9 +90,7 @@ class PodSpec(ApiStruct, frozen=True):
     node_name: str = ""
     scheduler_name: str = "default-scheduler"
     priority: int = 0
-    priority_class_name: str = ""
     preemption_policy: str = "PreemptLowerPriority"
-    host_network: bool = False
     node_selector: dict[str, str] = {}
     affinity: Affinity | None = None
     tolerations: tuple[Toleration, ...] = ()
@@ -153,16 +145,11 @@ class Pod(ApiStruct, frozen=True):
         return self.metadata.deletion_timestamp is not None
 
 
-class BasicPolicy(ApiStruct, frozen=True):
-    pass
-
-
 class GangPolicy(ApiStruct, frozen=True):
     min_count: int
 
 
 class SchedulingPolicy(ApiStruct, frozen=True):
-    basic: BasicPolicy | None = None
     gang: GangPolicy | None = None
 
 
@@ -178,7 +165,6 @@ class PodGroupSpec(ApiStruct, frozen=True):
     scheduling_policy: SchedulingPolicy = SchedulingPolicy()
     scheduling_constraints: SchedulingConstraints | None = None
     priority: int | None = None
-    priority_class_name: str = ""
 
 
 class PodGroupStatus(ApiStruct, frozen=True):
@@ -195,8 +181,6 @@ class PodGroup(ApiStruct, frozen=True):
 
 class JobSpec(ApiStruct, frozen=True):
     suspend: bool = False
-    completions: int | None = None
-    parallelism: int | None = None
 
 
 class JobStatus(ApiStruct, frozen=True):

@@ -48,5 +48,4 @@ class Condition(ApiStruct, frozen=True):
     status: str
     reason: str = ""
     message: str = ""
-    observed_generation: int = 0
     last_transition_time: str | None = None

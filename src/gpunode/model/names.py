@@ -39,8 +39,6 @@ KUEUE_QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 PLACED_CONDITION: Final = "gpunode.dev/Placed"
 
 CLAIM_FINALIZER: Final = "resource.kubernetes.io/delete-protection"
-POD_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/pod-claim-name"
-EXTENDED_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/extended-resource-claim"
 
 # ConfigMap (one key a node) through which faults reach agents on fake hardware.
 FAULTS_CONFIGMAP: Final = "gpunode-faults"

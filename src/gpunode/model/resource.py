@@ -97,7 +97,6 @@ class Device(ApiStruct, frozen=True):
     consumes_counters: tuple[CounterConsumption, ...] = ()
     taints: tuple[DeviceTaint, ...] = ()
     allow_multiple_allocations: bool = False
-    binds_to_node: bool = False
     binding_conditions: tuple[str, ...] = ()
     binding_failure_conditions: tuple[str, ...] = ()
     node_name: str | None = None
@@ -229,7 +228,6 @@ class ConsumerReference(ApiStruct, frozen=True):
     resource: str
     name: str
     uid: str
-    api_group: str = ""
 
 
 class ResourceClaimStatus(ApiStruct, frozen=True):
