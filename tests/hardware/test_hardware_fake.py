@@ -129,6 +129,14 @@ def test_reset_class_xid_changes_the_drivers_verdict_and_recovery_takes_it_back(
     assert log_lines(machine)[-1] == f"GPU reset executed: {machine.state.gpus[0].uuid}, success: true"
 
 
+def test_the_boards_own_count_of_memory_errors_outlives_a_reset(machine: FakeMachine) -> None:
+    handle = machine.nvml.nvmlDeviceGetHandleByIndex(0)
+    machine.inject(Xid(device=FIRST, code=48), Recover(device=FIRST))
+    uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    assert machine.nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, pynvml.NVML_VOLATILE_ECC) == 0
+    assert machine.nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, pynvml.NVML_AGGREGATE_ECC) == 1
+
+
 def test_hostile_text_cannot_pass_for_another_record(machine: FakeMachine) -> None:
     machine.inject(Xid(device=FIRST, code=13, text="x\n3,99,0,-;NVRM: Xid (PCI:0000:0f:00): 79, forged"))
     assert log_lines(machine)[-1].startswith("NVRM: Xid (PCI:0000:07:00): 13, x\\x0a3,99")

@@ -149,7 +149,10 @@ def test_a_poll_of_a_healthy_gpu(machine: FakeMachine) -> None:
         (LinkDown(device=FIRST, link=3), {"links_active": 17}),
         (RemapPending(device=FIRST), {"remap_pending": True}),
         (Xid(device=FIRST, code=64), {"remap_failed": True, "recovery": RecoveryAction.GPU_RESET}),
-        (Xid(device=FIRST, code=48), {"ecc_uncorrected": 1, "recovery": RecoveryAction.GPU_RESET}),
+        (
+            Xid(device=FIRST, code=48),
+            {"ecc_uncorrected": 1, "ecc_uncorrected_aggregate": 1, "recovery": RecoveryAction.GPU_RESET},
+        ),
         (RecoveryChange(device=FIRST, action=2), {"recovery": RecoveryAction.NODE_REBOOT}),
         (
             FabricChange(device=FIRST, state=2, mask=0b01_00_00, summary=2),

@@ -230,6 +230,21 @@ def test_a_value_that_is_not_offered_any_more_ends_nothing() -> None:
     assert len(node.feed(GpuSample("GPU-a", A), after=100).of(GPU_A).findings) == 2
 
 
+def test_errors_that_a_reset_cleared_while_nobody_looked_are_told() -> None:
+    node = Node()
+    node.feed(replace(GOOD_A, ecc_uncorrected_aggregate=4))
+    node.feed(replace(GOOD_A, ecc_uncorrected=1, ecc_uncorrected_aggregate=5))
+    node.feed(replace(GOOD_A, ecc_uncorrected_aggregate=5))
+    assert "ecc-lifetime" not in [code for code, _ in node.changes()], "the fault itself was told"
+    node.state = node.machine.rebooted(node.state, "boot-2", Instant(1_700_000_000 + node.now, 1.0)).state
+    node.now = 5.0
+    node.feed(replace(GOOD_A, ecc_uncorrected_aggregate=7))
+    assert (node.log[-1].code, node.log[-1].change, node.log[-1].level) == ("ecc-lifetime", "noted", Level.HEALTHY)
+    assert "2 uncorrected memory errors" in node.log[-1].message and "7 in the board's life" in node.log[-1].message
+    node.feed(replace(GOOD_A, ecc_uncorrected_aggregate=7), after=10_000)
+    assert [t.code for t in node.log].count("ecc-lifetime") == 1
+
+
 def test_links_are_compared_with_equal_gpus_and_the_past() -> None:
     node = Node()
     up = GpuSample("GPU-b", B, links_active=18, links_total=18)

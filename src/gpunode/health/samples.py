@@ -95,6 +95,12 @@ def _leftovers(device: str, sample: GpuSample) -> list[rules.Seen]:
     return [_told(device, "leftover-processes", f"Processes without a pod use the GPU: {pids}")]
 
 
+def missed_ecc(device: str, fresh: int, total: int) -> rules.Seen:
+    """Uncorrected errors that happened, and were cleared by a reset, while nobody looked."""
+    meaning = f"{fresh} uncorrected memory errors since the last look, cleared by a reset; {total} in the board's life"
+    return _told(device, "ecc-lifetime", f"ECC ({meaning}): nothing to do; see whether more follow")
+
+
 def _told(device: str, code: str, message: str) -> rules.Seen:
     return rules.Seen(device, code, message, dimension=None)
 

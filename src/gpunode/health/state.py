@@ -124,13 +124,17 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class HealthState(msgspec.Struct, frozen=True):
-    """Everything. `kernel_sequence`: the last kernel log record taken in, of this boot."""
+    """Everything. `kernel_sequence`: the last kernel log record taken in, of this boot.
+
+    lifetime_ecc: uncorrected memory errors in a board's life as last polled, by the board's UUID; it outlives boots.
+    """
 
     boot_id: str = ""
     version: int = STATE_VERSION
     devices: dict[str, DeviceState] = {}
     history: tuple[Transition, ...] = ()
     kernel_sequence: int | None = None
+    lifetime_ecc: dict[str, int] = {}
 
 
 @dataclass(frozen=True)

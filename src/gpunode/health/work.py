@@ -45,13 +45,17 @@ class Work:
     def __init__(self, state: HealthState, devices: DeviceMap, now: Instant, policy: Policy) -> None:
         self.map = devices
         self.devices = dict(state.devices)
+        self._lifetime_ecc = state.lifetime_ecc
         self._state, self._now, self._policy = state, now, policy
         self._transitions: list[Transition] = []
 
     def done(self) -> Step:
         happened = tuple(self._transitions)
         history = (*self._state.history, *happened)[-MAX_HISTORY:] if happened else self._state.history
-        return Step(msgspec.structs.replace(self._state, devices=self.devices, history=history), happened)
+        state = msgspec.structs.replace(
+            self._state, devices=self.devices, history=history, lifetime_ecc=self._lifetime_ecc
+        )
+        return Step(state, happened)
 
     def apply(self, *effects: rules.Raise | rules.Seen) -> None:
         for effect in effects:
@@ -129,10 +133,20 @@ class Work:
         )
         if state.ecc and sample.ecc_uncorrected == 0:
             self.end(device, Clear.RESET)
+        self._lifetime(device, sample)
         if sample.recovery is not RecoveryAction.UNKNOWN:
             self.verdict(device, sample.recovery)
         shown = frozenset(f"{e.dimension}/{e.code}" for e in raised if isinstance(e, rules.Raise))
         self.end(device, Clear.SAMPLE, spared=shown | samples.unknown(sample))
+
+    def _lifetime(self, device: str, sample: GpuSample) -> None:
+        """Errors that only the board's own count knows of: the agent was away, and a reset has cleared the rest."""
+        count, known = sample.ecc_uncorrected_aggregate, self._lifetime_ecc.get(sample.uuid)
+        if count is None or count == known or (known is None and len(self._lifetime_ecc) >= _MAX_DEVICES):
+            return
+        self._lifetime_ecc = {**self._lifetime_ecc, sample.uuid: count}
+        if known is not None and count > known and sample.ecc_uncorrected == 0:
+            self.apply(samples.missed_ecc(device, count - known, count))
 
     def _without_mig_links(self, sample: GpuSample) -> GpuSample:
         """MIG mode switches NVLinks off, which is no fault."""

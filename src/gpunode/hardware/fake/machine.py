@@ -85,6 +85,7 @@ class FakeMachine:
         """Counters change first, then the log, then the event, so that whoever hears of it finds it true."""
         if fault.code in (48, 95):
             gpu.saved.ecc_volatile += 1
+            gpu.saved.ecc_aggregate += 1
         gpu.saved.remap_pending |= fault.code == 63
         gpu.saved.remap_failed |= fault.code == 64
         self._log(gpu, fault)

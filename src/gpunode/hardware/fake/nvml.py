@@ -354,7 +354,9 @@ class FakeNvml:
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Handle, errorType: int, counterType: int) -> int:
         saved = self._gpu(handle).saved
-        return saved.ecc_volatile if errorType == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
+        if errorType != pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED:
+            return 0
+        return saved.ecc_volatile if counterType == pynvml.NVML_VOLATILE_ECC else saved.ecc_aggregate
 
     def nvmlDeviceGetSramEccErrorStatus(self, device: Handle, status: Any) -> int:
         self._gpu(device)

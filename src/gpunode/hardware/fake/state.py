@@ -30,12 +30,16 @@ class MigInstance(msgspec.Struct, kw_only=True):
 
 
 class GpuSaved(msgspec.Struct, kw_only=True):
-    """What a GPU remembers over restarts of the agent; a reboot of the node starts it anew."""
+    """What a GPU remembers over restarts of the agent; a reboot of the node starts it anew.
+
+    ecc_aggregate: in the board's life, which a reset does not end.
+    """
 
     lost: bool = False
     recovery: int = pynvml.NVML_GPU_RECOVERY_ACTION_NONE
     dead_links: list[int] = []
     ecc_volatile: int = 0
+    ecc_aggregate: int = 0
     remap_pending: bool = False
     remap_failed: bool = False
     fabric_state: int = 0
@@ -176,9 +180,11 @@ def load_state(board: Board, node: str, file: Path, boot_id: str | None) -> tupl
 
 
 def fresh_gpu(board: Board, index: int, before: GpuSaved) -> GpuSaved:
-    """A GPU after a reset: as new, except that MIG mode survives (its instances do not) and a pending one begins."""
+    """A GPU after a reset: as new, except that MIG mode survives (its instances do not), a pending one begins, and
+    what the InfoROM holds stays."""
     mode = before.mig_pending
-    return msgspec.structs.replace(_fresh(board, index), mig_enabled=mode, mig_pending=mode)
+    fresh = _fresh(board, index)
+    return msgspec.structs.replace(fresh, mig_enabled=mode, mig_pending=mode, ecc_aggregate=before.ecc_aggregate)
 
 
 def _fresh(board: Board, index: int) -> GpuSaved:
