@@ -14,9 +14,11 @@ import pytest
 
 from tests.bench.results import BUILD, commit, now
 
+PATH = BUILD / "soak.json"
+
 
 class Recorder:
-    """Collects the outcome of every soak test."""
+    """Writes down the outcome of every soak test as it ends: a run of hours that breaks off is not lost."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -34,6 +36,9 @@ class Recorder:
             "ended": now(),
             **dict(report.user_properties),
         }
+        BUILD.mkdir(exist_ok=True)
+        known = json.loads(PATH.read_text()) if PATH.exists() else {}
+        PATH.write_text(json.dumps(dict(sorted({**known, **self.found}.items())), indent=2) + "\n")
 
 
 def main() -> int:
@@ -47,11 +52,7 @@ def main() -> int:
     recorder = Recorder(options.seed)
     arguments = ["-m", "soak", "-p", "no:cacheprovider", f"--hypothesis-seed={options.seed}", "-v"]
     code = pytest.main([*arguments, *(["-k", options.name] if options.name else [])], plugins=[recorder])
-    BUILD.mkdir(exist_ok=True)
-    path = BUILD / "soak.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(dict(sorted({**known, **recorder.found}.items())), indent=2) + "\n")
-    print(f"wrote {path.relative_to(BUILD.parent)}")
+    print(f"wrote {PATH.relative_to(BUILD.parent)}")
     return int(code)
 
 

@@ -1,4 +1,7 @@
-"""The few calls to the API server that running a cluster takes; the driver itself uses gpunode.kube."""
+"""The few calls to the API server that bringing a cluster up and down takes; the driver itself uses gpunode.kube.
+
+Cluster commands are synchronous code that waits on processes and threads, and begin before there is a kubeconfig.
+"""
 
 import http.client
 import json
