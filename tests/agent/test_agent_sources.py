@@ -5,10 +5,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pynvml
 import pytest
 from agent_ward import Heard, running, until
 
-from gpunode.agent.inventory import HardwareWatch
+import gpunode.agent.inventory as module
+from gpunode.agent.inventory import DriverReplacedError, HardwareWatch
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
 from gpunode.hardware.board import load_board
@@ -16,7 +18,7 @@ from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine, Recover, Xid, kernel_log
 from gpunode.hardware.fake.faults import DriverGone, DriverReload, Lost, RemapPending
 from gpunode.hardware.rescan import Scanner
-from gpunode.health.devices import device_map
+from gpunode.health.devices import DeviceMap, device_map
 from gpunode.health.policy import Policy
 from gpunode.health.state import HealthState
 from gpunode.model.hardware import Inventory
@@ -156,6 +158,31 @@ async def test_a_driver_that_goes_and_comes_back_is_no_loss(machine: FakeMachine
         await until(lambda: SECOND in monitor.health.devices)
         assert FIRST not in monitor.health.devices
     assert not [t for t in heard.transitions if t.dimension is Dimension.PRESENCE]
+
+
+async def test_a_driver_that_was_replaced_for_good_ends_the_agent(
+    machine: FakeMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mismatch() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(module, "_MISMATCH_S", 0.5)
+    async with running(tmp_path / "h.json", Heard(), Policy(), DeviceMap(), "boot") as monitor:
+        scanner = Scanner(machine.nvml, machine.roots, "node-1")
+        inventory = scanner.scan().inventory
+        assert inventory is not None
+        watch = HardwareWatch(scanner, machine.nvml, inventory, monitor, lambda _: None)
+        task = asyncio.create_task(watch.run())
+        await asyncio.sleep(0.1)
+        machine.inject(DriverGone())
+        monkeypatch.setattr(machine.nvml, "nvmlInit", mismatch, raising=False)
+        began = asyncio.get_running_loop().time()
+        while not task.done():
+            watch.wake()
+            await asyncio.sleep(0.05)
+        assert asyncio.get_running_loop().time() - began >= 0.4, "a driver in the middle of its upgrade is waited for"
+        with pytest.raises(DriverReplacedError, match="new process"):
+            await task
 
 
 async def test_a_fault_of_one_gpu_changes_nothing_about_another(machine: FakeMachine, tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def test_a_driver_that_is_not_there_yet_is_told_and_then_found(machine: FakeMach
     assert (len(known(scanner).gpus), scanner.scan().error) == (8, "")
 
 
+def test_a_driver_that_the_library_does_not_fit_is_told_as_such(
+    machine: FakeMachine, scanner: Scanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known(scanner)
+    machine.inject(DriverGone())
+    assert not scanner.scan().mismatch
+
+    def init() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(machine.nvml, "nvmlInit", init, raising=False)
+    scan = scanner.scan()
+    assert scan.mismatch and "reload it or reboot the node" in scan.error
+
+
 def test_driver_reload_refreshes_the_version_and_keeps_the_gpus(machine: FakeMachine, scanner: Scanner) -> None:
     before = known(scanner)
     machine.inject(DriverGone())

@@ -1,6 +1,5 @@
 """Driver libraries from the container toolkit, which is a script here."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,8 @@ import pytest
 from kubelet_fakes import DRIVER, GPUS, FakeApi, cdi_files, claim, make_engine, ref
 
 from gpunode.kubelet.cdi import CdiStore, CommonEdits, Hook
+from gpunode.kubelet.errors import ClaimError, ErrorKind
+from gpunode.kubelet.guard import BlackHoleGuard
 from gpunode.kubelet.toolkit import common_edits, parse
 from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNode, Mount
@@ -53,18 +54,46 @@ def test_a_document_that_would_leave_containers_without_libraries_is_an_error(do
         parse(document)
 
 
-def test_the_tool_is_asked_and_its_failure_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert common_edits() == CommonEdits()
+@pytest.mark.parametrize(
+    ("driver", "arguments"), [("/", ""), ("/run/nvidia/driver", " --driver-root /run/nvidia/driver")]
+)
+def test_the_tool_is_asked_and_its_failure_told(tmp_path: Path, driver: str, arguments: str) -> None:
+    assert common_edits(None, driver) == CommonEdits()
     tool = tmp_path / "nvidia-ctk"
     (tmp_path / "document").write_bytes(msgspec.json.encode(DOCUMENT))
-    tool.write_text(f'#!/bin/sh\n[ "$*" = "cdi generate --format=json" ] && exec /bin/cat {tmp_path}/document\n')
+    asked = f"cdi generate --format=json{arguments}"
+    tool.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && exec /bin/cat {tmp_path}/document\n')
     tool.chmod(0o755)
-    assert common_edits() == COMMON
+    assert common_edits([str(tool)], driver) == COMMON
     tool.write_text("#!/bin/sh\necho failed to load driver >&2\nexit 1\n")
     with pytest.raises(HardwareError, match="status 1: failed to load driver"):
-        common_edits()
-    assert os.environ["PATH"] == str(tmp_path)
+        common_edits([str(tool)], driver)
+
+
+async def test_while_the_libraries_are_not_known_nothing_new_is_prepared_and_nothing_is_taken(tmp_path: Path) -> None:
+    one, two = claim(1, GPUS[0]), claim(2, GPUS[1])
+    known = True
+
+    def common() -> CommonEdits:
+        if not known:
+            raise HardwareError("the driver's libraries are not known: nvidia-ctk failed")
+        return COMMON
+
+    store = CdiStore(tmp_path / "cdi", DRIVER, common=common)
+    guard = BlackHoleGuard(lambda *_: pytest.fail("no device is at fault"), lambda _: None, threshold=1)
+    engine = make_engine(tmp_path, FakeApi(one, two), cdi=store, guard=guard)
+    assert not isinstance((await engine.prepare([ref(one)]))[one.metadata.uid], ClaimError)
+    before = cdi_files(tmp_path)
+    known = False
+    refused = (await engine.prepare([ref(two)]))[two.metadata.uid]
+    assert isinstance(refused, ClaimError)
+    assert (refused.kind, "nvidia-ctk failed" in refused.message) == (ErrorKind.HARDWARE, True)
+    assert cdi_files(tmp_path) == before
+    await engine.unprepare([ref(one)])
+    assert cdi_files(tmp_path) == {}, "files of claims that are gone go all the same"
+    known = True
+    assert not isinstance((await engine.prepare([ref(two)]))[two.metadata.uid], ClaimError)
+    assert len(cdi_files(tmp_path)) == 1
 
 
 async def test_a_new_drivers_libraries_reach_files_already_written(tmp_path: Path) -> None:

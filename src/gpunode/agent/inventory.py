@@ -15,6 +15,13 @@ from gpunode.model.hardware import Inventory
 logger = logging.getLogger(__name__)
 _RETRY_S = 5.0
 _RESCAN_S = 10.0
+# A process keeps the NVML library that it has loaded: when another driver is loaded for good, only a new process can
+# talk to it.
+_MISMATCH_S = 60.0
+
+
+class DriverReplacedError(Exception):
+    """The driver was replaced by one that this process's NVML library does not fit; a restart loads the right one."""
 
 
 async def first_inventory(scanner: Scanner, recorder: Recorder, about: ObjectRef) -> Inventory:
@@ -54,13 +61,14 @@ class HardwareWatch:
         self._changed = changed
         self._wake = asyncio.Event()
         self._error = ""
+        self._fitted = asyncio.get_running_loop().time()
 
     def wake(self) -> None:
         """Something happened to the hardware: look now."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Watch until cancelled. Raises DriverReplacedError."""
         while True:
             await self._look()
             try:
@@ -76,6 +84,11 @@ class HardwareWatch:
             self._error = scan.error
             if scan.error:
                 logger.warning("%s The GPUs found before stay published.", scan.error)
+        now = asyncio.get_running_loop().time()
+        if not scan.mismatch:
+            self._fitted = now
+        elif now - self._fitted > _MISMATCH_S:
+            raise DriverReplacedError(f"{scan.error} Ending, so that a new process loads the driver's new library.")
         if scan.error or scan.inventory is None:
             return
         if scan.inventory != self._current:

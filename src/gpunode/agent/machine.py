@@ -11,14 +11,15 @@ from pathlib import Path
 import msgspec
 
 from gpunode.agent.options import AgentOptions
+from gpunode.hardware.driver import DriverRoot, load_nvml
 from gpunode.hardware.fake import FakeMachine, Fault, Recover, Xid
 from gpunode.hardware.fake.faults import parse_fault
-from gpunode.hardware.nvml import Nvml, load_nvml
+from gpunode.hardware.nvml import Nvml
 from gpunode.hardware.roots import Roots
 from gpunode.health.scenario import TimedFault, expand, parse_scenario
 from gpunode.kubelet.cdi import NOTHING, CommonEdits
 from gpunode.kubelet.timeslice import run_command
-from gpunode.kubelet.toolkit import common_edits
+from gpunode.kubelet.toolkit import TOOL, common_edits
 from gpunode.model.errors import HardwareError
 from gpunode.model.faults import FaultOrder
 
@@ -40,20 +41,20 @@ Execute = Callable[[FaultOrder, Changed], Awaitable[Coroutine[None, None, None] 
 class Machine:
     """`execute` carries out fault orders; None on real hardware, which takes no such orders.
 
-    common: what containers get besides device nodes (the driver's libraries). run: how driver tools are run.
+    libraries: asks what containers get besides device nodes; raises HardwareError. run: how driver tools are run.
     """
 
     nvml: Nvml
     roots: Roots
     execute: Execute | None = None
-    common: CommonEdits = NOTHING
+    libraries: Callable[[], CommonEdits] = lambda: NOTHING
     run: Callable[[Sequence[str]], None] = run_command
 
 
 def open_machine(options: AgentOptions) -> Machine:
     """Blocks on the disk for a fake machine. Raises OSError when its directory cannot be written."""
     if options.board is None:
-        return Machine(load_nvml(), Roots.real(), common=_libraries())
+        return _real(DriverRoot(options.host_root, options.driver_root))
     fake = FakeMachine.create(options.board, options.node, options.fake_root, _own_kernel_log())
 
     async def execute(order: FaultOrder, changed: Changed) -> Coroutine[None, None, None] | None:
@@ -66,6 +67,20 @@ def open_machine(options: AgentOptions) -> Machine:
         return None
 
     return Machine(fake.nvml, fake.roots, execute, run=_tell_nobody)
+
+
+def _real(root: DriverRoot) -> Machine:
+    def libraries() -> CommonEdits:
+        return common_edits(root.command(TOOL), root.installed() or "/")
+
+    def run(command: Sequence[str]) -> None:
+        tool, *arguments = command
+        begin = root.command(tool)
+        if begin is None:
+            raise HardwareError(f"{tool} is not installed beside the driver; see --host-root and --driver-root")
+        run_command([*begin, *arguments])
+
+    return Machine(load_nvml(root), Roots.real(), libraries=libraries, run=run)
 
 
 async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Changed) -> None:
@@ -97,15 +112,6 @@ async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Change
 
 def _tell_nobody(_command: Sequence[str]) -> None:
     """Fake GPUs have no driver tools; settings made with them are only noted."""
-
-
-def _libraries() -> CommonEdits:
-    """The driver's libraries as the container toolkit lists them; none where it fails, which is said and not fatal."""
-    try:
-        return common_edits()
-    except HardwareError as error:
-        logger.error("containers get device nodes, not the driver's libraries: %s", error)
-        return NOTHING
 
 
 def _own_kernel_log() -> Path | None:

@@ -12,6 +12,7 @@ from gpunode.agent.claim_status import ClaimStatuses
 from gpunode.agent.claims import LiveClaims, Lookout
 from gpunode.agent.faults import FaultOrders
 from gpunode.agent.inventory import HardwareWatch
+from gpunode.agent.libraries import DriverLibraries
 from gpunode.agent.machine import Machine
 from gpunode.agent.metrics import HealthCollector
 from gpunode.agent.monitor import HealthMonitor
@@ -99,6 +100,7 @@ class NodeAgent:
         self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
         self._statuses = ClaimStatuses(api, options.driver)
+        self._libraries = DriverLibraries(machine.libraries, self._complain)
         self._engine, second_look = self._make_engine()
         self._lookout = Lookout(second_look.run, self._on_held)
         paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
@@ -123,7 +125,7 @@ class NodeAgent:
             claims=claims,
             devices=self._device_nodes,
             checkpoint=CheckpointFile(paths.checkpoint(options.driver)),
-            cdi=CdiStore(options.cdi_dir, options.driver, common=lambda: machine.common),
+            cdi=CdiStore(options.cdi_dir, options.driver, common=self._libraries.current),
             lock=NodeLock(paths.lock(options.driver)),
             allocated=claims.allocated,
             partitioner=self._partitioner(),
@@ -150,6 +152,7 @@ class NodeAgent:
         self._registry.register(HealthCollector(lambda: (self._monitor.state, self._monitor.health)))
         serve_metrics(self._registry, self._options.metrics_port, self._missing)
         transitions = await asyncio.to_thread(self._monitor.start, self._inventory.boot_id, device_map(self._inventory))
+        await asyncio.to_thread(self._libraries.refresh)
         await self._engine.recover()
         self._publish()
         await self._plugin.start()
@@ -164,6 +167,7 @@ class NodeAgent:
                 tasks.create_task(self._succession.run())
                 tasks.create_task(self._lookout.run())
                 tasks.create_task(self._statuses.run())
+                tasks.create_task(self._libraries.run())
                 tasks.create_task(self._announce())
                 if self._machine.execute is not None:
                     done = self._options.state_dir / "fault-orders-done.json"
@@ -219,6 +223,8 @@ class NodeAgent:
         self._publisher.poke()
 
     def _on_hardware(self, inventory: Inventory) -> None:
+        if inventory.driver_version != self._inventory.driver_version:
+            self._libraries.wake()
         self._inventory = inventory
         self._monitor.use(device_map(inventory))
         self._publish()

@@ -14,6 +14,7 @@ class AgentOptions:
 
     mode, modes: how GPUs are given out, of all and by device name, see SliceConfig.
     health_policy, xid_catalogue: YAML files, see docs/health.md.
+    host_root, driver_root: where the driver is, see DriverRoot.
     managed_taint: publish the taint that keeps kube-scheduler off, for clusters without DeviceTaintRules.
     """
 
@@ -29,6 +30,8 @@ class AgentOptions:
     metrics_port: int
     mode: GpuMode = "static"
     modes: Mapping[str, GpuMode] = field(default_factory=dict)
+    host_root: Path = Path("/")
+    driver_root: str = ""
     health_policy: Path | None = None
     xid_catalogue: Path | None = None
     managed_taint: bool = False

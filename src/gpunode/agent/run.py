@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from gpunode.agent.inventory import first_inventory
+from gpunode.agent.inventory import DriverReplacedError, first_inventory
 from gpunode.agent.machine import open_machine
 from gpunode.agent.node import NodeAgent
 from gpunode.agent.options import AgentOptions
@@ -17,7 +17,16 @@ from gpunode.kube.kinds import NODES
 from gpunode.kubelet.plugin import KubeletPaths, PluginError
 
 logger = logging.getLogger(__name__)
-EXPECTED_ERRORS = (ConfigError, UnreachableError, ApiError, PluginError, PolicyError, CatalogueError, OSError)
+EXPECTED_ERRORS = (
+    ConfigError,
+    UnreachableError,
+    ApiError,
+    PluginError,
+    PolicyError,
+    CatalogueError,
+    DriverReplacedError,
+    OSError,
+)
 
 
 async def run_agent(options: AgentOptions) -> None:

@@ -37,6 +37,14 @@ def agent(
     fake_root: Annotated[Path, typer.Option(help="Fake: directory of the fake machine's /sys, /proc and /dev.")] = Path(
         "/var/lib/gpunode/fake"
     ),
+    host_root: Annotated[Path, typer.Option(help="The host's file system, where this is a container.")] = Path("/"),
+    driver_root: Annotated[
+        str,
+        typer.Option(
+            help="Directory on the host that the NVIDIA driver is installed under.",
+            show_default="/, /run/nvidia/driver or /home/kubernetes/bin/nvidia",
+        ),
+    ] = "",
     kubelet_dir: Annotated[Path, typer.Option(help="The kubelet's --root-dir.")] = Path("/var/lib/kubelet"),
     cdi_dir: Annotated[Path, typer.Option(help="CDI directory of the container runtime.")] = Path("/var/run/cdi"),
     state_dir: Annotated[Path, typer.Option(help="Where health and its history are kept.")] = Path("/var/lib/gpunode"),
@@ -90,6 +98,8 @@ def agent(
         instance=instance,
         board=board,
         fake_root=fake_root,
+        host_root=host_root,
+        driver_root=driver_root,
         kubelet_dir=kubelet_dir,
         cdi_dir=cdi_dir,
         state_dir=state_dir,

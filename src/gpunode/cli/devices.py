@@ -187,8 +187,8 @@ def _inventory(profile: str | None, node: str) -> Inventory:
 def _machine(profile: str | None, node: str) -> Iterator[tuple[Any, Any]]:
     """NVML and kernel interfaces: the real ones, or a fake machine that lasts as long as the block."""
     from gpunode.hardware.board import load_board
+    from gpunode.hardware.driver import load_nvml
     from gpunode.hardware.fake import FakeMachine
-    from gpunode.hardware.nvml import load_nvml
     from gpunode.hardware.roots import Roots
 
     if profile is None:

@@ -10,7 +10,7 @@ fake differs from the real library in nothing but these functions. Handles are o
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import pynvml
 
@@ -97,11 +97,6 @@ class Nvml(Protocol):
     def nvmlEventSetWait_v2(self, eventSet: Handle, timeoutms: int) -> Any: ...
     def nvmlDeviceGetSupportedEventTypes(self, handle: Handle) -> int: ...
     def nvmlDeviceRegisterEvents(self, handle: Handle, eventTypes: int, eventSet: Handle) -> None: ...
-
-
-def load_nvml() -> Nvml:
-    """The real library's module. It finds libnvidia-ml.so.1 only when nvmlInit is called."""
-    return cast(Nvml, pynvml)
 
 
 def optional(call: Callable[..., T], *args: object) -> T | None:

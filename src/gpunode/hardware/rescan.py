@@ -19,12 +19,14 @@ class Scan:
 
     inventory: None until NVML has answered once; a lost GPU stays in it as it was last seen, so that its device does
     not vanish and the NVLink domain keeps its name. lost: those that do not answer. error: why NVML cannot be used,
-    "" when it can; then the inventory is that of before.
+    "" when it can; then the inventory is that of before. mismatch: NVML's library and the kernel's driver are of
+    different versions.
     """
 
     inventory: Inventory | None = None
     lost: tuple[Gpu, ...] = ()
     error: str = ""
+    mismatch: bool = False
 
 
 class Scanner:
@@ -44,7 +46,13 @@ class Scanner:
         except pynvml.NVMLError as error:
             self._close()
             lost = self._last.gpus if self._last else ()
-            return Scan(self._last, lost, f"NVML cannot be used: {words(error)}; is the NVIDIA driver loaded?")
+            mismatch = isinstance(error, pynvml.NVMLError_LibRmVersionMismatch)
+            remedy = (
+                "the driver was upgraded and is not loaded anew; reload it or reboot the node"
+                if mismatch
+                else "is the NVIDIA driver loaded?"
+            )
+            return Scan(self._last, lost, f"NVML cannot be used: {words(error)}; {remedy}", mismatch)
         inventory, lost = merge(self._last, found)
         self._last = inventory
         return Scan(inventory, lost)

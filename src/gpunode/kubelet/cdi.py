@@ -100,8 +100,11 @@ def _edits(nodes: Iterable[DeviceNode], env: Mapping[str, str], mounts: Iterable
 
 
 class CdiStore:
-    """The files of one driver in a CDI directory; `common` is read at every write, so a new driver's libraries reach
-    the files at the next call. All methods block on the disk; callers hold the node lock."""
+    """The files of one driver in a CDI directory. All methods block on the disk; callers hold the node lock.
+
+    common: read at every write, so that a new driver's libraries reach the files at the next call. It raises
+    HardwareError while they are not known: a container without them would start and only then fail.
+    """
 
     def __init__(
         self,
@@ -127,7 +130,10 @@ class CdiStore:
         return next(self._directory.glob(f"{self._prefix}*.json"), None) is not None
 
     def ensure(self, entry: Entry) -> bool:
-        """Make the file of one completed entry right; True if it had to be written. Raises OSError."""
+        """Make the file of one completed entry right; True if it had to be written.
+
+        Raises OSError, HardwareError.
+        """
         path = self.path(entry.uid)
         wanted = msgspec.json.encode(spec(entry, self._common()))
         with suppress(OSError):
@@ -139,12 +145,13 @@ class CdiStore:
         return True
 
     def reconcile(self, entries: Mapping[str, Entry], *, keep_orphans: bool = False) -> tuple[int, int]:
-        """Make the directory match the completed entries; returns (files written, orphans removed). Raises OSError.
+        """Make the directory match the completed entries; returns (files written, orphans removed).
+
+        Raises OSError, HardwareError.
 
         keep_orphans: files without an entry stay, because they may belong to entries that were lost.
         """
         completed = [e for e in entries.values() if e.state is State.COMPLETED]
-        written = sum(self.ensure(entry) for entry in completed)
         wanted = {self.path(entry.uid).name for entry in completed}
         removed = 0
         if self._directory.is_dir() and not keep_orphans:
@@ -155,4 +162,4 @@ class CdiStore:
                     self._step(f"unlink {name}")
                     path.unlink(missing_ok=True)
                     removed += 1
-        return written, removed
+        return sum(self.ensure(entry) for entry in completed), removed

@@ -21,6 +21,7 @@ from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.resolve import ClaimRef, Node, conflict, resolve, results_of, same_devices
 from gpunode.kubelet.seams import Notice, Notify
+from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
@@ -262,13 +263,15 @@ class Ledger:
             self.cdi.ensure(entry)
         except OSError as error:
             return ClaimError(ErrorKind.STORAGE, f"claim {entry.key}: cannot write its CDI file: {error}")
+        except HardwareError as error:  # of the driver as a whole: no device is at fault
+            return ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {error}")
         return entry
 
     def _reconcile_files(self, entries: Entries, lost: bool) -> tuple[int, int]:
         """Other claims' files are put right on the way; failing at that is not this claim's fault."""
         try:
             return self.cdi.reconcile(entries, keep_orphans=lost)
-        except OSError as error:
+        except (OSError, HardwareError) as error:
             self.notify(Notice("CdiFilesUnrepaired", f"cannot put the CDI directory right: {error}"))
             return 0, 0
 

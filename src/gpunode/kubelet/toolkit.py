@@ -5,11 +5,13 @@
 prints a CDI document whose document-wide edits hold the library mounts, the hooks that make them usable and the nodes
 all GPUs share; what it says about single devices is not used. Without the tool containers get device nodes only, and
 bring their own libraries.
+
+A driver that is not installed at the host's root is named with --driver-root.
 """
 
 import logging
-import shutil
 import subprocess
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -52,19 +54,20 @@ class _Document(_Struct, frozen=True):
     container_edits: _Edits = _Edits()
 
 
-def common_edits() -> CommonEdits:
+def common_edits(command: Sequence[str] | None, driver: str = "/") -> CommonEdits:
     """Ask the toolkit; empty where it is not installed. Blocks for seconds; ask again when the driver changed.
+
+    command: how its command line begins, None where it is not installed. driver: where the driver is on the host.
 
     Raises HardwareError when the toolkit is there and fails, or finds nothing: containers without libraries would
     start and only then fail, for a reason nobody sees.
     """
-    if shutil.which(TOOL) is None:
+    if command is None:
         logger.info("%s is not installed: containers get device nodes, not the driver's libraries", TOOL)
         return CommonEdits()
+    asked = [*command, "cdi", "generate", "--format=json", *(["--driver-root", driver] if driver != "/" else [])]
     try:
-        done = subprocess.run(
-            [TOOL, "cdi", "generate", "--format=json"], capture_output=True, timeout=_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(asked, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HardwareError(f"{TOOL}: {error}") from error
     if done.returncode != 0:

@@ -1,0 +1,103 @@
+"""Where the NVIDIA driver is installed, and how its library and tools are reached from a container.
+
+The agent's image holds nothing of the driver. The host's file system is mounted into its container; the driver lies in
+it at / (packages), at /run/nvidia/driver (the GPU operator's driver container) or at /home/kubernetes/bin/nvidia (GKE).
+"""
+
+import ctypes
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import pynvml
+
+from gpunode.hardware.nvml import Nvml
+
+logger = logging.getLogger(__name__)
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+# Where drivers are installed on the host, most usual first.
+DRIVER_DIRS: Final = ("/", "/run/nvidia/driver", "/home/kubernetes/bin/nvidia")
+_LIBRARY_DIRS: Final = (
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib64/nvidia",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+    "lib/aarch64-linux-gnu",
+)
+_TOOL_DIRS: Final = ("usr/bin", "usr/local/bin", "bin", "usr/sbin", "sbin", "usr/local/nvidia/toolkit")
+
+
+@dataclass(frozen=True)
+class DriverRoot:
+    """host: the host's file system as this process sees it ("/" outside a container). driver: directory of the
+    driver's installation on the host; "" tries the usual ones, each time anew, since a driver may come later."""
+
+    host: Path = Path("/")
+    driver: str = ""
+
+    def installed(self) -> str:
+        """The driver's directory on the host; "" where it is not known."""
+        return next((d for d, root in self._roots() if _library_in(root) is not None), "")
+
+    def library(self) -> Path | None:
+        """The driver's NVML as this process sees it; None where the loader has to find it, or nothing is there."""
+        if self.host == Path("/") and not self.driver:
+            return None
+        return next((path for _, root in self._roots() if (path := _library_in(root)) is not None), None)
+
+    def command(self, tool: str) -> list[str] | None:
+        """How to begin the command line of a tool of the driver or the container toolkit; None where it is missing.
+
+        It runs with the root that it is installed under, so that it finds its libraries and the paths it prints are
+        the host's.
+        """
+        if self.host == Path("/") and (found := shutil.which(tool)) is not None:
+            return [found]
+        for root in dict.fromkeys((*(root for _, root in self._roots()), self.host)):
+            for folder in _TOOL_DIRS:
+                if (root / folder / tool).is_file():
+                    path = f"/{folder}/{tool}"
+                    return [path] if root == Path("/") else ["chroot", str(root), path]
+        return None
+
+    def _roots(self) -> Iterator[tuple[str, Path]]:
+        for directory in (self.driver,) if self.driver else DRIVER_DIRS:
+            yield directory, self.host / directory.lstrip("/")
+
+
+def _library_in(root: Path) -> Path | None:
+    return next((path for folder in _LIBRARY_DIRS if (path := root / folder / LIBRARY).exists()), None)
+
+
+class _Loaded:
+    """pynvml, with the library loaded from where the driver is.
+
+    pynvml asks the loader for the bare name; one that is loaded already under that SONAME is what it gets.
+    """
+
+    def __init__(self, root: DriverRoot) -> None:
+        self._root = root
+        self._library: ctypes.CDLL | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)
+
+    def nvmlInit(self) -> None:  # noqa: N802 - pynvml's name
+        path = self._root.library() if self._library is None else None
+        if path is not None:
+            try:
+                self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                logger.error("%s cannot be loaded: %s", path, error)
+        pynvml.nvmlInit()
+
+
+def load_nvml(root: DriverRoot = DriverRoot()) -> Nvml:
+    """The real NVML. Its library is looked for when nvmlInit is called, so a driver may come later."""
+    return cast(Nvml, _Loaded(root))

@@ -1,0 +1,72 @@
+"""Finding a driver that is installed outside this process's own root."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpunode.hardware.driver import DRIVER_DIRS, LIBRARY, DriverRoot
+
+SOURCE = "int nvmlInitWithFlags(unsigned flags) { return 0; }\nint nvmlInit_v2(void) { return 0; }\n"
+
+
+def put(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("directory", DRIVER_DIRS)
+@pytest.mark.parametrize("folder", ["usr/lib64", "usr/lib/x86_64-linux-gnu", "lib64"])
+def test_the_library_is_found_where_drivers_are_installed(tmp_path: Path, directory: str, folder: str) -> None:
+    root = DriverRoot(tmp_path)
+    assert (root.library(), root.installed()) == (None, "")
+    library = put(tmp_path / directory.lstrip("/") / folder / LIBRARY)
+    assert (root.library(), root.installed()) == (library, directory)
+
+
+def test_a_directory_that_is_named_is_the_only_one(tmp_path: Path) -> None:
+    put(tmp_path / "usr/lib64" / LIBRARY)
+    library = put(tmp_path / "opt/driver/lib64" / LIBRARY)
+    assert DriverRoot(tmp_path, "/opt/driver").library() == library
+    assert DriverRoot(tmp_path, "/nowhere").library() is None
+
+
+def test_outside_a_container_the_loader_finds_it() -> None:
+    assert DriverRoot().library() is None
+
+
+def test_tools_run_under_the_root_that_they_are_installed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(put(tmp_path / "path/nvidia-smi").parent))
+    assert DriverRoot().command("nvidia-smi") == [str(tmp_path / "path/nvidia-smi")]
+    host = tmp_path / "host"
+    root = DriverRoot(host)
+    assert root.command("nvidia-smi") is None, "one of the container's own is not the driver's"
+    put(host / "usr/local/nvidia/toolkit/nvidia-ctk")
+    put(host / "run/nvidia/driver/usr/bin/nvidia-smi")
+    assert root.command("nvidia-ctk") == ["chroot", str(host), "/usr/local/nvidia/toolkit/nvidia-ctk"]
+    assert root.command("nvidia-smi") == ["chroot", str(host / "run/nvidia/driver"), "/usr/bin/nvidia-smi"]
+    assert DriverRoot(host, "/run/nvidia/driver").command("nvidia-ctk") == root.command("nvidia-ctk")
+
+
+def test_pynvml_uses_the_library_that_was_found_there(tmp_path: Path) -> None:
+    """In a process of its own: a library that is loaded stays loaded."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to make a stand-in for the driver's library")
+    library = put(tmp_path / "run/nvidia/driver/usr/lib64" / LIBRARY)
+    source = put(tmp_path / "nvml.c", SOURCE)
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    program = (
+        "import sys; from pathlib import Path; from gpunode.hardware.driver import DriverRoot, load_nvml\n"
+        "load_nvml(DriverRoot(Path(sys.argv[1]))).nvmlInit(); print('opened')"
+    )
+    for host, expected in ((tmp_path, "opened"), (tmp_path / "empty", "NVMLError_LibraryNotFound")):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(host)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert expected in done.stdout + done.stderr
