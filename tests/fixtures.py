@@ -10,14 +10,18 @@ from gpunode.cluster.install import Installation, install
 from gpunode.cluster.lifecycle import up
 from gpunode.cluster.spec import ClusterSpec
 
+DEFAULT = Installation()
+
 
 @contextmanager
-def fresh_cluster(name: str, port: int, nodes: int = 9, kubernetes: str = "1.37.2") -> Iterator[Cluster]:
+def fresh_cluster(
+    name: str, port: int, nodes: int = 9, kubernetes: str = "1.37.2", wish: Installation = DEFAULT
+) -> Iterator[Cluster]:
     """Nodes of eight fake A100s with gpunode installed; taken down at the end unless GPUNODE_KEEP is set."""
     down(name)
     found = up(ClusterSpec(name=name, nodes=nodes, port=port, kubernetes=kubernetes), _say)
     try:
-        install(found, Installation(), _say)
+        install(found, wish, _say)
         yield found
     finally:
         if not os.environ.get("GPUNODE_KEEP"):

@@ -5,6 +5,7 @@
     gang old pods=8 bound=n1
     pod single gpus=1
     taint n1/gpu-3 xid=79
+    grace n1/gpu-3 xid=600s
     norule
 
 `link=4`: NVLink domains of four GPUs. `bound=`: node of each pod; its claim holds the first free GPUs there.
@@ -257,14 +258,20 @@ class Scenario:
             status=status,
         )
 
+    def grace(self, target: str, **options: str) -> None:
+        """The taint that an agent puts beside a health taint: `forever`, or seconds."""
+        self.taint(target, **options, domain="grace.gpunode.dev", effect="None")
+
     def taint(self, target: str, **options: str) -> None:
         node, _, device = target.partition("/")
-        name, value = next((k, v) for k, v in options.items() if k not in ("effect", "since"))
-        self.rules[f"taint-{node}-{device}-{name}"] = DeviceTaintRule(
-            metadata=ObjectMeta(name=f"taint-{node}-{device}-{name}"),
+        name, value = next((k, v) for k, v in options.items() if k not in ("effect", "since", "domain"))
+        domain = options.get("domain", "gpunode.dev")
+        rule = f"taint-{node}-{device}-{name}" + ("" if domain == "gpunode.dev" else f"-{value}")
+        self.rules[rule] = DeviceTaintRule(
+            metadata=ObjectMeta(name=rule),
             spec=DeviceTaintRuleSpec(
                 taint=DeviceTaint(
-                    key=f"gpunode.dev/{name}", value=value, effect=options.get("effect", "NoSchedule"),
+                    key=f"{domain}/{name}", value=value, effect=options.get("effect", "NoSchedule"),
                     time_added=options.get("since"),
                 ),
                 device_selector=DeviceTaintSelector(driver=DRIVER, pool=node, device=device or None),

@@ -50,6 +50,24 @@ def test_the_limits_are_settings() -> None:
     assert not evicted(decide(world(4), NOW, dataclasses.replace(CONFIG, blast_minimum=2, blast_share=0.05)))
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_share_of_all_never_holds_back_and_one_of_nothing_always_does(share: float) -> None:
+    every = world(48, more="node spare1\nnode spare2")
+    everyone = dataclasses.replace(CONFIG, blast_share=share)
+    assert evicted(decide(every, NOW, everyone)) == (share == 1.0)
+    (_, text) = reasons(decide(world(16), NOW, CONFIG))["g"].split("more than 20%")
+    assert text.endswith("or the controller runs with --blast-share 1")
+
+
+def test_a_device_in_its_grace_counts_as_failed() -> None:
+    """The seventeenth failure is due at once, and is part of the burst that the sixteen in their grace make up."""
+    graces = "".join(f"grace n{n // 8 + 3}/gpu-{n % 8} xid=600s\n" for n in range(16))
+    far = "".join(f"taint n{n // 8 + 3}/gpu-{n % 8} xid=79 since=2026-11-29T12:00:00Z\n" for n in range(16))
+    actions = decide(world(1, more=far + graces), NOW, CONFIG)
+    assert not evicted(actions) and reasons(actions)["g"].startswith("DeviceFaultHeld: ")
+    assert evicted(decide(world(1), NOW, CONFIG))
+
+
 def test_what_failed_at_another_time_is_dealt_with() -> None:
     burst = world(16, seconds_ago=7200)
     later = scenario(WORLD.replace("bound=n1,n2", "bound=n5,n6") + "taint n5/gpu-0 xid=79").snapshot()

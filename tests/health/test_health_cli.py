@@ -39,6 +39,19 @@ def test_status(state: Path) -> None:
     assert (found["device"], found["finding"]["code"]) == (GPU, "79")
 
 
+def test_status_with_the_agents_policy(state: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("gangGraceSeconds: {host: 600}\n")
+    shown = run("status", "--state", str(state), "--policy", str(policy)).output
+    assert "GANGS STAY" in shown and "until 2001-09-09T01:56:40Z" in " ".join(shown.split())
+    (found,) = json.loads(run("status", "--state", str(state), "--policy", str(policy), "-o", "json").output)
+    assert found["finding"]["grace"] == 600
+    assert "GANGS STAY" not in run("status", "--state", str(state)).output
+    policy.write_text("gangGraceSeconds: {hosts: 600}\n")
+    wrong = run("status", "--state", str(state), "--policy", str(policy))
+    assert wrong.exit_code == 2 and "'hosts' names nothing" in wrong.stderr
+
+
 def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     log = "NVRM: Xid (PCI:0000:07:00): 119, pid=7, name=[red]x[/red], Timeout\n"
     assert "[red]x[/red]" in run("replay", "-", stdin=log).output

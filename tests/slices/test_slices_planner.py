@@ -143,6 +143,87 @@ def test_taint_time_is_kept_while_the_taint_stays() -> None:
     assert other[0].spec.devices[0].taints[0].value == "95"
 
 
+def graced(grace: int | None, code: str = "94", since: str = SINCE, effect: str = "NoSchedule") -> NodeHealth:
+    (finding,) = sick("gpu-0000-07-00-0", code=code).of("gpu-0000-07-00-0").findings
+    made = replace(finding, grace=grace, since=since, effect=effect)
+    return NodeHealth({"gpu-0000-07-00-0": DeviceHealth("gpu-0000-07-00-0", (made,))})
+
+
+def taints(slices: tuple[ResourceSlice, ...], device: int = 0) -> list[tuple[str, str, str, str | None]]:
+    return [(t.key, t.value, t.effect, t.time_added) for t in slices[0].spec.devices[device].taints]
+
+
+@pytest.mark.parametrize(("grace", "value"), [(600, "600s"), (None, "forever"), (30 * 86400, "2592000s")])
+def test_a_grace_is_a_taint_that_keeps_nobody_away(grace: int | None, value: str) -> None:
+    made = plan(node(gpu(7), gpu(8)), graced(grace), CONFIG)
+    assert taints(made) == [
+        ("gpunode.dev/xid", "94", "NoSchedule", SINCE),
+        ("grace.gpunode.dev/xid", value, "None", SINCE),
+    ]
+    assert taints(made, 1) == [] and lint(made) == ()
+    assert not changes(plan(node(gpu(7), gpu(8)), graced(grace), CONFIG, served(made)), served(made))
+    wiped = plan(node(gpu(7), gpu(8)), graced(grace), CONFIG)
+    assert wiped == made, "what the kubelet wiped comes back with its time"
+
+
+def test_no_grace_is_told_where_there_is_none() -> None:
+    for health in (graced(0), graced(600, effect="None"), graced(600, effect="NoExecute")):
+        assert [key for key, *_ in taints(plan(node(gpu(7)), health, CONFIG))] == ["gpunode.dev/xid"]
+
+
+def test_the_time_of_a_grace_is_that_of_its_fault() -> None:
+    """Also where another fault with the same grace takes its place, and where the state was lost."""
+    first = served(plan(node(gpu(7)), graced(600), CONFIG))
+    later = "2026-01-02T04:00:00Z"
+    other = plan(node(gpu(7)), graced(600, "95", later), CONFIG, first)
+    assert {time for *_, time in taints(other)} == {later}
+    same = plan(node(gpu(7)), graced(600, "94", later), CONFIG, first)
+    assert {time for *_, time in taints(same)} == {SINCE}
+    longer = plan(node(gpu(7)), graced(900), CONFIG, first)
+    assert taints(longer)[1] == ("grace.gpunode.dev/xid", "900s", "None", SINCE), (
+        "a new policy counts from the fault on"
+    )
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_everything_at_once_is_not_more_taints_than_a_device_may_have(managed: bool) -> None:
+    """A vanished, held partition that has a fault of its own in every dimension, as its GPU has."""
+    name = "gpu-0000-07-00-0-mig-1g-10gb-0"
+    findings = [Finding(d, Level.UNHEALTHY, "x", Action.INSPECT, "broken", SINCE, grace=600) for d in Dimension]
+    milder = [replace(f, effect="None", grace=0) for f in findings]
+    health = NodeHealth({
+        name: DeviceHealth(name, tuple(findings)),
+        "gpu-0000-07-00-0": DeviceHealth("gpu-0000-07-00-0", tuple(milder)),
+    })  # fmt: skip
+    (whole,) = served(plan(node(gpu(7)), NodeHealth(), CONFIG))
+    (device,) = whole.spec.devices
+    vanished = msgspec.structs.replace(device, name=name)
+    before = (msgspec.structs.replace(whole, spec=msgspec.structs.replace(whole.spec, devices=(vanished,))),)
+    config = replace(CONFIG, managed_taint=managed)
+    made = plan(node(), health, config, before, in_use=frozenset({name}), held=frozenset({name}))
+    assert lint(made) == ()
+    keys = [key for key, *_ in taints(made)]
+    assert len(keys) == len(set(keys)) == 15 + managed
+    assert {f"{prefix}gpunode.dev/{d}" for d in Dimension for prefix in ("", "grace.")} < set(keys)
+    assert "gpunode.dev/held" in keys and "gpunode.dev/retained" not in keys
+    fewer = NodeHealth({name: DeviceHealth(name, tuple(findings[:6]))})
+    made = plan(node(), fewer, config, before, in_use=frozenset({name}), held=frozenset({name}))
+    assert "gpunode.dev/retained" in [key for key, *_ in taints(made)] and lint(made) == ()
+
+
+def test_of_a_partitions_and_its_gpus_faults_the_more_urgent_one_is_told() -> None:
+    name = "gpu-0000-07-00-0-mig-1g-10gb-0"
+    (whole,) = served(plan(node(gpu(7)), NodeHealth(), CONFIG))
+    (device,) = whole.spec.devices
+    part = msgspec.structs.replace(device, name=name)
+    before = (msgspec.structs.replace(whole, spec=msgspec.structs.replace(whole.spec, devices=(part,))),)
+    at_once = graced(0, "79", "2026-01-02T04:00:00Z").devices
+    mild = {name: graced(None).of("gpu-0000-07-00-0")}
+    made = plan(node(), NodeHealth({**at_once, **mild}), CONFIG, before, in_use=frozenset({name}))
+    assert taints(made)[0][:2] == ("gpunode.dev/xid", "79")
+    assert not any(key.startswith("grace.") for key, *_ in taints(made))
+
+
 def test_a_taint_rewrites_one_slice_and_keeps_the_generation() -> None:
     inventory = node(*(gpu(bus) for bus in range(1, 101)))
     first = served(plan(inventory, NodeHealth(), CONFIG))

@@ -35,24 +35,33 @@ Output = Annotated[Format, typer.Option("-o", "--output", help="How to print it.
 
 
 @app.command()
-def status(state: State = DEFAULT_STATE, output: Output = Format.TABLE) -> None:
-    """Show what stands against each device of this node.
+def status(
+    state: State = DEFAULT_STATE,
+    catalogue: Catalogue = None,
+    policy: PolicyFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show what stands against each device of this node; with the agent's policy also until when gangs may stay.
 
     Example: [bold]gpunode health status[/bold]
     """
     from gpunode.health.devices import DeviceMap
+    from gpunode.health.explain import gangs_stay
     from gpunode.health.machine import HealthMachine
 
     saved = _read(state)
-    health = HealthMachine().project(saved, DeviceMap())
+    health = HealthMachine(*_settings(catalogue, policy)).project(saved, DeviceMap())
     findings = [(name, finding) for name, device in sorted(health.devices.items()) for finding in device.findings]
     if output is not Format.TABLE:
         emit([{"device": name, "finding": finding} for name, finding in findings], output)
         return
-    table = Table("DEVICE", "LEVEL", "SINCE", "WHAT", box=None, pad_edge=False)
+    gangs = ["GANGS STAY"] if policy is not None else []
+    table = Table("DEVICE", "LEVEL", "SINCE", *gangs, "WHAT", box=None, pad_edge=False)
     for name, finding in findings:
         colour = _COLOURS[finding.level]
-        table.add_row(name, f"[{colour}]{finding.level}[/{colour}]", finding.since, escape(finding.message))
+        stay = [gangs_stay(finding)] if gangs else []
+        level = f"[{colour}]{finding.level}[/{colour}]"
+        table.add_row(name, level, finding.since, *stay, escape(finding.message))
     console().print(table if findings else f"nothing stands against any of {len(saved.devices)} known devices")
 
 

@@ -31,11 +31,13 @@ class Installation:
     """What to install: `profile` is a board of fake_gpus/boards (or a file) that every node gets.
 
     metrics_port: of the agents; they share the host's ports, so only one agent can have it. 0: no metrics.
+    health_policy: a file for all agents, read when they start; see docs/health.md.
     """
 
     profile: str = "dgx-a100-80"
     verbose: bool = False
     metrics_port: int = 0
+    health_policy: Path | None = None
 
 
 def agent_name(node: str, instance: str = "") -> str:
@@ -105,6 +107,7 @@ def start_agent(cluster: Cluster, node: Node, wish: Installation, instance: str 
         *("--backend", "fake", "--profile", wish.profile),
         *("--fake-root", str(node.state / "fake"), "--state-dir", str(node.state / "gpunode")),
         *("--metrics-port", str(wish.metrics_port), "--instance", instance),
+        *(("--health-policy", str(wish.health_policy)) if wish.health_policy is not None else ()),
     ]
     cluster.processes.start(agent_name(node.name, instance), command)
 

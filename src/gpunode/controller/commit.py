@@ -41,6 +41,7 @@ _PARALLEL_WRITES = 16
 _RELEASE_TRIES = 6
 # A gang passes through several reasons to wait within milliseconds of its creation; only one that lasts is told.
 _TELL_AFTER_S = 0.5
+_ABOUT_PLACED = (ReasonCode.PLACED, ReasonCode.FAULT_GRACE)
 
 
 class Committer:
@@ -59,8 +60,8 @@ class Committer:
         actions = tuple(actions)
         reports = {action.gang for action in actions if isinstance(action, Report)}
         self._waiting = {gang: known for gang, known in self._waiting.items() if gang in reports}
-        # Where the decision itself says how a gang is placed (say, without pins), its words stand.
-        self._told = {a.gang for a in actions if isinstance(a, Report) and a.reason.code is ReasonCode.PLACED}
+        # Where the decision itself says how a gang is placed (say, without pins, or with a fault), its words stand.
+        self._told = {a.gang for a in actions if isinstance(a, Report) and a.reason.code in _ABOUT_PLACED}
         failed = 0
         for action in actions:
             try:

@@ -52,7 +52,7 @@ def alarm(view: View, config: Config, now: datetime) -> Alarm:
         held,
         f"{len(within)} of {total} GPUs failed within {radius.window_s:g} s of each other, more than "
         f"{radius.share:.0%}: the cause is rarely the GPUs, so nothing is restarted until they recover or are "
-        "quarantined (gpunode quarantine)",
+        "quarantined (gpunode quarantine), or the controller runs with --blast-share 1",
     )
 
 

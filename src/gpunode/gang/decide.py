@@ -1,6 +1,5 @@
 """decide(): from a snapshot to actions. Pure and deterministic; all of the placement side is behind it."""
 
-from collections.abc import Iterable
 from datetime import datetime
 
 from gpunode.gang.admit import admit
@@ -11,7 +10,7 @@ from gpunode.gang.faults import react, resumes
 from gpunode.gang.gangs import GangState, find_gangs
 from gpunode.gang.quorum import bindings
 from gpunode.gang.settled import afterwards
-from gpunode.model.gang import Action, Config, EnsureTaintRule, Report, Snapshot
+from gpunode.model.gang import Action, Config, EnsureTaintRule, Reason, ReasonCode, Report, Snapshot
 from gpunode.model.names import MANAGED_TAINT
 from gpunode.model.resource import DeviceTaintRule
 
@@ -34,13 +33,18 @@ class Decider:
         states = find_gangs(snapshot, self._derived.owners(snapshot, view, config))
         board = Board(snapshot, self._derived, view)
         stopped: set[str] = set()
+        notes: dict[str, Reason] = {}
         failures = alarm(view, config, now)
         for state in states:
             reaction = react(board, state, now, failures)
-            if reaction is not None:
-                actions.append(reaction)
+            if reaction.action is not None:
+                actions.append(reaction.action)
                 stopped.add(state.gang.key)
-        actions += _queue(board, states, stopped, now, config)
+            elif reaction.note is not None:
+                notes[state.gang.key] = reaction.note
+        for state in states:
+            if state.gang.key not in stopped:
+                actions += _turn(board, state, notes.get(state.gang.key), now, config)
         return tuple(actions)
 
 
@@ -54,21 +58,19 @@ def decide(snapshot: Snapshot, now: datetime, config: Config) -> tuple[Action, .
     return Decider().decide(snapshot, now, config)
 
 
-def _queue(board: Board, states: Iterable[GangState], stopped: set[str], now: datetime, config: Config) -> list[Action]:
-    actions: list[Action] = []
-    for state in states:
-        if state.gang.key in stopped:
-            continue
-        actions += bindings(board, state)
-        if not state.waiting:
-            reason = afterwards(state, board.snapshot, now, config)
-            if reason is not None:
-                actions.append(Report(state.gang.key, reason))
-            continue
+def _turn(board: Board, state: GangState, note: Reason | None, now: datetime, config: Config) -> list[Action]:
+    """One gang's turn in the queue. note: what is to be said of it unless it waits for something."""
+    actions: list[Action] = [*bindings(board, state)]
+    if state.waiting:
         outcome = admit(board, state, now)
         actions += [action for action in (outcome.release, outcome.place) if action is not None]
-        if outcome.reason is not None:
-            actions.append(Report(state.gang.key, outcome.reason))
+        reason = outcome.reason
+    else:
+        reason = afterwards(state, board.snapshot, now, config)
+    if note is not None and (reason is None or reason.code is ReasonCode.PLACED):
+        reason = note
+    if reason is not None:
+        actions.append(Report(state.gang.key, reason))
     return actions
 
 

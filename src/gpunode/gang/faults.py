@@ -6,56 +6,34 @@ keeps running and the fault is reported. A missing or incomplete pool says nothi
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from msgspec.structs import replace
 
-from gpunode.allocate.allocator import tolerated
 from gpunode.allocate.ask import Failure
 from gpunode.allocate.pools import DeviceId, result_id
 from gpunode.gang.admit import decision_id, topology_domains
 from gpunode.gang.blast import Alarm
-from gpunode.gang.board import MAX_GANG_TRIALS, Board, location
-from gpunode.gang.derived import View
+from gpunode.gang.board import MAX_GANG_TRIALS, Board
 from gpunode.gang.gangs import GangState, Member, Stage, left_over
+from gpunode.gang.harm import Fault, find_faults
 from gpunode.gang.holders import departing
 from gpunode.gang.place import Placed, bundle, place_units
 from gpunode.model.core import Affinity, Job, NodeAffinity, Pod
 from gpunode.model.gang import Evict, Reason, ReasonCode, Release, Report, Resume, Snapshot
+from gpunode.model.grace import NEVER
 from gpunode.model.names import (
     DECISION_ANNOTATION,
     EVICT_ON_FAULT_ANNOTATION,
-    HEALTH_DIMENSIONS,
-    HEALTH_TAINT_PREFIX,
     KUEUE_QUEUE_LABEL,
-    QUARANTINE_TAINT,
     RESTART_ANNOTATION,
 )
-from gpunode.model.resource import (
-    AllocationResult,
-    DeviceTaint,
-    NodeSelector,
-    NodeSelectorTerm,
-    ResourceClaim,
-    ResourceClaimStatus,
-)
-from gpunode.model.times import parse_time
+from gpunode.model.resource import NodeSelector, NodeSelectorTerm, ResourceClaim, ResourceClaimStatus
+from gpunode.model.times import stamp
 from gpunode.model.wording import some
 
-HEALTH_KEYS = (*(HEALTH_TAINT_PREFIX + dimension for dimension in HEALTH_DIMENSIONS), QUARANTINE_TAINT)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A device of a gang that its claim may no longer use."""
-
-    device: DeviceId
-    taint: DeviceTaint
-    node: str
-
-    def __str__(self) -> str:
-        value = f"={self.taint.value}" if self.taint.value else ""
-        return f"{self.device} is tainted {self.taint.key}{value}" + (f" on {self.node}" if self.node else "")
+# Jobs that own members, members to be evicted one by one, and members that nobody would re-create.
+Owned = tuple[tuple[str, ...], tuple[str, ...], tuple[Pod, ...]]
 
 
 def resumes(snapshot: Snapshot) -> tuple[Resume, ...]:
@@ -78,66 +56,52 @@ def _restarting(job: Job) -> bool:
     return RESTART_ANNOTATION in job.metadata.annotations and job.spec.suspend
 
 
-def find_faults(state: GangState, view: View, snapshot: Snapshot, now: datetime) -> tuple[Fault, ...]:
-    """Faults of the devices that a gang's members hold, for as long as their claims do not tolerate them."""
-    faults: dict[DeviceId, Fault] = {}
-    for member in state.members:
-        for claim in member.claims:
-            for result in claim.status.allocation.devices.results if claim.status.allocation is not None else ():
-                taint = _effective_taint(result, view, now)
-                if taint is not None:
-                    id_ = result_id(result)
-                    faults.setdefault(id_, Fault(id_, taint, location(member.pod, snapshot)))
-    return tuple(faults[id_] for id_ in sorted(faults))
+@dataclass(frozen=True)
+class Reaction:
+    """What to do about a gang's faults. note: what to say of a gang that nothing is done about, so that it goes on as
+    any other."""
+
+    action: Evict | Release | Report | None = None
+    note: Reason | None = None
 
 
-def _effective_taint(result: AllocationResult, view: View, now: datetime) -> DeviceTaint | None:
-    pool = view.pools.get((result.driver, result.pool))
-    if result.admin_access or pool is None or not pool.complete:
-        return None
-    device = pool.suspects.get(result.device)
-    harmful = [
-        taint
-        for taint in (device.taints if device is not None else ())
-        if taint.key in HEALTH_KEYS and taint.effect in ("NoSchedule", "NoExecute") and _expired(taint, result, now)
-    ]
-    # An XID says more than the loss that follows it: dimensions are listed in that order.
-    return min(harmful, key=lambda taint: HEALTH_KEYS.index(taint.key), default=None)
+def react(board: Board, state: GangState, now: datetime, alarm: Alarm) -> Reaction:
+    """What to do about a gang's faults: nothing if it has none, or if it is being stopped already.
 
-
-def _expired(taint: DeviceTaint, result: AllocationResult, now: datetime) -> bool:
-    """Whether no toleration covers the taint (any more).
-
-    As in kube-controller-manager's device taint eviction: the smallest tolerationSeconds of those that match
-    counts from timeAdded; without any, a match tolerates for ever.
-    """
-    matching = [t for t in result.tolerations if tolerated(taint, (t,))]
-    if not matching:
-        return True
-    seconds = [t.toleration_seconds for t in matching if t.toleration_seconds is not None]
-    since = parse_time(taint.time_added)
-    return bool(seconds) and since is not None and now >= since + timedelta(seconds=max(min(seconds), 0))
-
-
-def react(board: Board, state: GangState, now: datetime, alarm: Alarm) -> Evict | Release | Report | None:
-    """What to do about a gang's faults; None if it has none, or if it is being stopped already.
-
-    Devices that only gated members hold are simply given back. While the alarm holds, running gangs stay.
+    Devices that only gated members hold are simply given back. While the alarm holds, running gangs stay, and so
+    does one whose faults are all within the grace that the health policy gives.
 
     After an Evict the board holds both the old devices and those of the plan, so that no other gang takes them in
     this decision.
     """
     faults = find_faults(state, board.view, board.snapshot, now)
     if not faults or state.terminating:
-        return None
+        return Reaction()
     spare = {id_ for c in left_over(state) for id_ in _held(c)}
-    if all(f.device in spare for f in faults):
-        hit = {f.device for f in faults}
+    due = tuple(f for f in faults if f.until is None)
+    hit = {f.device for f in due}
+    if hit and hit <= spare:
         claims = tuple(c.metadata.key for c in left_over(state) if hit & _held(c))
-        return Release(state.gang.key, claims)
-    jobs, pods, orphans = _owners(state, board.snapshot)
+        return Reaction(Release(state.gang.key, claims))
+    jobs, _, _ = owners = _owners(state, board.snapshot)
     if any(_restarting(board.snapshot.jobs[key]) for key in jobs):
-        return None
+        return Reaction()
+    return Reaction(_restart(board, state, due, alarm, owners)) if due else Reaction(note=_in_grace(faults, state))
+
+
+def _in_grace(faults: tuple[Fault, ...], state: GangState) -> Reason:
+    """The same words for as long as the faults are the same, so that they are told once."""
+    first = min(faults, key=lambda f: f.until or NEVER)
+    end = first.until or NEVER
+    until = "as long as it likes" if end == NEVER else f"until {stamp(end)}"
+    text = f"{_describe((first, *(f for f in faults if f is not first)))}; the health policy lets the gang stay {until}"
+    facts: dict[str, str | int] = {"devices": len(faults), "pods": len(state.members)}
+    return Reason(ReasonCode.FAULT_GRACE, text, facts)
+
+
+def _restart(board: Board, state: GangState, faults: tuple[Fault, ...], alarm: Alarm, owners: Owned) -> Evict | Report:
+    """Evict a gang whole, or say why not."""
+    jobs, pods, orphans = owners
     text = _describe(faults)
     facts: dict[str, str | int] = {"devices": len(faults), "pods": len(state.members)}
     blocked = _blocked(state, board.snapshot, jobs, orphans)
@@ -168,10 +132,12 @@ def _held(claim: ResourceClaim) -> set[DeviceId]:
 
 
 def _describe(faults: tuple[Fault, ...]) -> str:
-    return str(faults[0]) if len(faults) == 1 else f"{faults[0]} and {len(faults) - 1} more devices are faulty"
+    more = len(faults) - 1
+    rest = "1 more device is faulty" if more == 1 else f"{more} more devices are faulty"
+    return f"{faults[0]} and {rest}" if more else str(faults[0])
 
 
-def _owners(state: GangState, snapshot: Snapshot) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Pod, ...]]:
+def _owners(state: GangState, snapshot: Snapshot) -> Owned:
     """Jobs that own members, members to be evicted one by one, and members that nobody would re-create."""
     jobs: set[str] = set()
     pods: list[str] = []

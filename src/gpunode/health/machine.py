@@ -26,8 +26,8 @@ from gpunode.health.signals import (
     XidSignal,
 )
 from gpunode.health.state import HealthState, Instant, Step
-from gpunode.health.work import SEVERITY, Work
-from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth
+from gpunode.health.work import Work
+from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth, urgency
 
 
 def coalesce(signals: Iterable[Signal]) -> list[Signal]:
@@ -93,7 +93,7 @@ class HealthMachine:
     def project(self, state: HealthState, devices: DeviceMap) -> NodeHealth:
         """Health by device name: a partition has its own findings and those of its GPU."""
         own = {
-            name: _worst(self._with_effect(entry.finding) for entry in device.entries.values())
+            name: _worst(self._with_policy(entry.finding) for entry in device.entries.values())
             for name, device in state.devices.items()
         }
         for gpu in devices.gpus:
@@ -102,13 +102,13 @@ class HealthMachine:
                 own[partition] = _worst((*inherited, *own.get(partition, ())))
         return NodeHealth({name: DeviceHealth(name, findings) for name, findings in own.items() if findings})
 
-    def _with_effect(self, finding: Finding) -> Finding:
-        """The taint effect is not remembered but looked up, so that a changed policy holds at once."""
+    def _with_policy(self, finding: Finding) -> Finding:
+        """Taint effect and grace are not remembered but looked up, so that a changed policy holds at once."""
         entry = None
         if finding.dimension is Dimension.XID and finding.code.isdecimal():
             entry = self._catalogue.of(int(finding.code))
-        effect = self._policy.effect(finding.dimension, finding.code, finding.level, entry.class_ if entry else "")
-        return replace(finding, effect=effect)
+        about = (finding.dimension, finding.code, finding.level, entry.class_ if entry else "")
+        return replace(finding, effect=self._policy.effect(*about), grace=self._policy.gang_grace(*about))
 
     def _take(self, work: Work, signal: Signal, polled: list[GpuSample]) -> None:
         match signal:
@@ -141,14 +141,8 @@ class HealthMachine:
 
 
 def _worst(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The worst finding of each dimension, the older one of equals."""
+    """The most urgent finding of each dimension."""
     worst: dict[Dimension, Finding] = {}
-    for finding in findings:
-        known = worst.get(finding.dimension)
-        if known is None or _rank(finding) < _rank(known):
-            worst[finding.dimension] = finding
+    for finding in sorted(findings, key=urgency):
+        worst.setdefault(finding.dimension, finding)
     return tuple(worst[dimension] for dimension in Dimension if dimension in worst)
-
-
-def _rank(finding: Finding) -> tuple[int, str, str]:
-    return -SEVERITY[finding.level], finding.since, finding.code

@@ -80,6 +80,7 @@ class ReasonCode(StrEnum):
     DEVICE_FAULT = "DeviceFault"
     FAULT_NO_ROOM = "DeviceFaultNoRoom"
     FAULT_HELD = "DeviceFaultHeld"
+    FAULT_GRACE = "DeviceFaultGrace"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Health of devices as values: what is wrong, since when, and what should follow."""
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 
+from gpunode.model.grace import AT_ONCE, grace_end
 from gpunode.model.hardware import PARTITION_MARK, PciAddress
+from gpunode.model.times import parse_time
 
 
 class Dimension(StrEnum):
@@ -24,6 +27,10 @@ class Level(StrEnum):
     HEALTHY = "healthy"
     DEGRADED = "degraded"
     UNHEALTHY = "unhealthy"
+
+
+_WORST_FIRST = (Level.UNHEALTHY, Level.DEGRADED, Level.HEALTHY)
+_WEAKEST_FIRST = ("None", "NoSchedule", "NoExecute")
 
 
 class Action(StrEnum):
@@ -100,6 +107,7 @@ class Finding:
     message: code, meaning and action in one sentence of at most 1024 characters.
     clears: which events may end it.
     effect: of the taint that tells of it: None (for information), NoSchedule or NoExecute.
+    grace: seconds from `since` on for which gangs may stay on the device; None for ever.
     """
 
     dimension: Dimension
@@ -110,6 +118,18 @@ class Finding:
     since: str
     clears: frozenset[Clear] = frozenset()
     effect: str = "NoSchedule"
+    grace: int | None = AT_ONCE
+
+
+def urgency(finding: Finding) -> tuple[int, int, datetime, str, str]:
+    """Sort key, the most urgent first: the worse level, then the stronger effect, then the earlier end of the grace.
+
+    So what is told of several findings is never milder than one of them. Of equals the older one comes first.
+    """
+    began = parse_time(finding.since) or datetime.min.replace(tzinfo=UTC)
+    ends = grace_end(began, finding.grace)
+    effect = _WEAKEST_FIRST.index(finding.effect) if finding.effect in _WEAKEST_FIRST else 0
+    return _WORST_FIRST.index(finding.level), -effect, ends, finding.since, finding.code
 
 
 @dataclass(frozen=True)

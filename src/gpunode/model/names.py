@@ -23,6 +23,9 @@ RETAINED_TAINT: Final = "gpunode.dev/retained"
 HELD_TAINT: Final = "gpunode.dev/held"
 # Prefix of the taint keys that health puts on devices: gpunode.dev/xid, gpunode.dev/ecc, ...
 HEALTH_TAINT_PREFIX: Final = "gpunode.dev/"
+# Prefix of the taint keys (effect None) that tell how long gangs may stay in spite of the health taint of that name:
+# grace.gpunode.dev/xid, ... See gpunode.model.grace.
+GRACE_TAINT_PREFIX: Final = "grace.gpunode.dev/"
 # Device taint (NoSchedule) by which a person takes a device out of service (gpunode quarantine).
 QUARANTINE_TAINT: Final = "gpunode.dev/quarantine"
 HEALTH_DIMENSIONS: Final = ("xid", "ecc", "remap", "fabric", "link", "presence", "prepare")

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from gpunode.model import names
+from gpunode.model.grace import AT_ONCE, grace_value
 from gpunode.model.hardware import Inventory
-from gpunode.model.health import Level, NodeHealth
+from gpunode.model.health import Finding, Level, NodeHealth, urgency
 from gpunode.model.resource import CounterSet, Device, DeviceTaint, ResourceSlice
 from gpunode.slices.layout import GpuMode, SliceConfig, Unit, pack, units
+from gpunode.slices.linter import MAX_TAINTS
 from gpunode.slices.partitions import MEMORY_SLICE
 
 __all__ = ["GpuMode", "SliceConfig", "plan"]
 
 _MIG_MARK = "-mig-"
+Since = dict[tuple[str, str, str], str | None]
 
 
 def plan(
@@ -93,26 +96,40 @@ def _with_taints(
     """A partition has its GPU's faults as well as its own. What is merely degraded is told in taints that keep nobody
     away, unless the health policy says otherwise."""
     about = (device.name,) if device.name == unit.name else (device.name, unit.name)
-    wanted = [
-        DeviceTaint(
-            key=names.HEALTH_TAINT_PREFIX + finding.dimension,
-            value=_label_value(finding.code),
-            effect=finding.effect,
-            time_added=finding.since or None,
-        )
-        for name in about
-        for finding in sorted(health.of(name).findings, key=lambda f: f.dimension)
-    ]
-    if unit.name in retained:
+    findings = sorted((finding for name in about for finding in health.of(name).findings), key=urgency)
+    old = published.get(device.name)
+    since: Since = {_told(t): t.time_added for t in old.taints} if old else {}
+    wanted = [taint for found in _one_each(findings) for taint in _health_taints(found, since)]
+    # Where a device has every taint there is, one more that keeps people away is one too many for the API.
+    if unit.name in retained and len(wanted) <= MAX_TAINTS - 3:
         wanted.append(DeviceTaint(key=names.RETAINED_TAINT, effect="NoSchedule"))
     if _in_the_way(device, unit, held):
         wanted.append(DeviceTaint(key=names.HELD_TAINT, effect="NoSchedule"))
     if config.managed_taint:
         wanted.append(DeviceTaint(key=names.MANAGED_TAINT, value="true", effect="NoSchedule"))
-    old = published.get(device.name)
-    since = {(t.key, t.value, t.effect): t.time_added for t in old.taints} if old else {}
-    taints = [replace(t, time_added=since.get((t.key, t.value, t.effect)) or t.time_added) for t in _one_each(wanted)]
-    return replace(device, taints=tuple(taints))
+    return replace(device, taints=tuple(replace(t, time_added=t.time_added or since.get(_told(t))) for t in wanted))
+
+
+def _one_each(findings: Sequence[Finding]) -> list[Finding]:
+    """The first finding of each dimension, in order of the dimensions' names."""
+    first = {finding.dimension: finding for finding in reversed(findings)}
+    return [first[dimension] for dimension in sorted(first)]
+
+
+def _health_taints(finding: Finding, since: Since) -> list[DeviceTaint]:
+    """The taint of a finding and, where gangs may stay in spite of it, the one that says for how long from then on."""
+    key, value = names.HEALTH_TAINT_PREFIX + finding.dimension, _label_value(finding.code)
+    taint = DeviceTaint(key=key, value=value, effect=finding.effect)
+    taint = replace(taint, time_added=since.get(_told(taint)) or finding.since or None)
+    if finding.grace == AT_ONCE or finding.effect != "NoSchedule":
+        return [taint]
+    key, value = names.GRACE_TAINT_PREFIX + finding.dimension, grace_value(finding.grace)
+    return [taint, DeviceTaint(key=key, value=value, effect="None", time_added=taint.time_added)]
+
+
+def _told(taint: DeviceTaint) -> tuple[str, str, str]:
+    """What makes two taints the same one, so that its time stays."""
+    return taint.key, taint.value, taint.effect
 
 
 def _in_the_way(device: Device, unit: Unit, held: frozenset[str]) -> bool:
@@ -129,11 +146,6 @@ def _in_the_way(device: Device, unit: Unit, held: frozenset[str]) -> bool:
 
 def _slices(device: Device) -> set[str]:
     return {name for c in device.consumes_counters for name in c.counters if name.startswith(MEMORY_SLICE)}
-
-
-def _one_each(taints: Sequence[DeviceTaint]) -> list[DeviceTaint]:
-    """Each key and effect once on a device; the first one stands."""
-    return list({(t.key, t.effect): t for t in reversed(taints)}.values())[::-1]
 
 
 def _label_value(code: str) -> str:
