@@ -298,7 +298,7 @@ def test_the_sentence_of_recovery_survives_colons_in_the_reason() -> None:
     node.feed(GpuLost(A, "NVML: GPU is lost"))
     node.feed(OperatorClear(GPU_A, "admin"))
     assert node.log[-1].message == (
-        "GPU lost (the driver cannot reach it: NVML: GPU is lost) is over: cleared by admin"
+        "GPU loss (the driver cannot reach it: NVML: GPU is lost) is over: cleared by admin"
     )
 
 

@@ -89,7 +89,8 @@ def _printable(text: str) -> str:
 def over(message: str, why: str) -> str:
     """The sentence that a fault is over, from the sentence that it began with."""
     head, end, _ = message.rpartition("): ")
-    return f"{head + ')' if end else message[: MAX_MESSAGE // 2]} is over: {why}"[:MAX_MESSAGE]
+    name = f"{head})" if end else message or "A fault"
+    return f"{name[: MAX_MESSAGE // 2]} is over: {why}"[:MAX_MESSAGE]
 
 
 def as_seen(effect: Raise) -> Seen:
@@ -100,6 +101,7 @@ def as_seen(effect: Raise) -> Seen:
 def sentence(name: str, meaning: str, action: Action, extra: str = "", level: Level | None = None) -> str:
     """Code, meaning and what to do, in one sentence of at most 1024 characters.
 
+    `name` is what ends in the end, in the singular: "<name> (<meaning>) is over" is said of it too.
     `extra` is text from outside (cut, and on one line); `level` where it is not the action's own.
     """
     detail = f": {_printable(extra)[:400]}" if extra else ""
@@ -214,7 +216,7 @@ def reset_failed(device: str) -> Raise:
         "reset-failed",
         action,
         Level.UNHEALTHY,
-        sentence("Reset", "the GPU could not be reset", action),
+        sentence("Reset failure", "the GPU could not be reset", action),
         frozenset({Clear.REBOOT, Clear.RESET}),
     )
 
@@ -227,7 +229,7 @@ def lost(device: str, reason: str) -> Raise:
         "lost",
         Action.RESTART_HOST,
         Level.UNHEALTHY,
-        sentence("GPU lost", "the driver cannot reach it", Action.RESTART_HOST, reason),
+        sentence("GPU loss", "the driver cannot reach it", Action.RESTART_HOST, reason),
         frozenset({Clear.REBOOT, Clear.RESET, Clear.SAMPLE}),
     )
 
@@ -240,7 +242,7 @@ def prepare_failed(device: str, failures: int, error: str) -> Raise:
         "failed",
         Action.INSPECT,
         Level.UNHEALTHY,
-        sentence("Prepare", f"failed {failures} times in a row", Action.INSPECT, error, Level.UNHEALTHY),
+        sentence("Prepare failure", f"{failures} times in a row", Action.INSPECT, error, Level.UNHEALTHY),
         frozenset({Clear.REBOOT, Clear.RESET, Clear.SAMPLE}),
     )
 

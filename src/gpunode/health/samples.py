@@ -50,29 +50,42 @@ def _shown(
 def _memory(device: str, sample: GpuSample) -> list[rules.Raise]:
     found = []
     if sample.ecc_uncorrected:
-        meaning = f"{sample.ecc_uncorrected} uncorrected memory errors since the last reset"
-        found.append(_shown(device, Dimension.ECC, "uncorrected", "ECC", meaning, Action.RESET_GPU, Level.DEGRADED))
+        errors = (
+            "1 uncorrected memory error"
+            if sample.ecc_uncorrected == 1
+            else f"{sample.ecc_uncorrected} uncorrected memory errors"
+        )
+        meaning = f"{errors} since the last reset"
+        found.append(
+            _shown(device, Dimension.ECC, "uncorrected", "ECC fault", meaning, Action.RESET_GPU, Level.DEGRADED)
+        )
     if sample.sram_threshold_exceeded:
         meaning = "on-chip memory has had more errors than it may"
-        found.append(_shown(device, Dimension.ECC, "sram-threshold", "ECC", meaning, Action.INSPECT, Level.UNHEALTHY))
+        found.append(
+            _shown(device, Dimension.ECC, "sram-threshold", "ECC fault", meaning, Action.INSPECT, Level.UNHEALTHY)
+        )
     if sample.remap_pending or sample.retirement_pending:
         meaning = "a memory row or page is replaced at the next reset; its data is safe"
-        found.append(_shown(device, Dimension.REMAP, "pending", "Row remap", meaning, Action.RESET_GPU, Level.DEGRADED))
+        found.append(
+            _shown(device, Dimension.REMAP, "pending", "Pending row remap", meaning, Action.RESET_GPU, Level.DEGRADED)
+        )
     if sample.remap_failed or (sample.pages_retired or 0) >= _MAX_RETIRED:
         meaning = "no spare memory is left for a faulty row or page, so the board has to be replaced"
-        found.append(_shown(device, Dimension.REMAP, "failed", "Row remap", meaning, Action.INSPECT, Level.UNHEALTHY))
+        found.append(
+            _shown(device, Dimension.REMAP, "failed", "Row remap failure", meaning, Action.INSPECT, Level.UNHEALTHY)
+        )
     return found
 
 
 def _fabric(device: str, sample: GpuSample) -> list[rules.Raise]:
     if sample.fabric_state in ("notStarted", "inProgress"):
         meaning = "registration with the NVLink fabric has not ended"
-        return [_shown(device, Dimension.FABRIC, sample.fabric_state, "Fabric", meaning, Action.INSPECT)]
+        return [_shown(device, Dimension.FABRIC, sample.fabric_state, "Fabric start", meaning, Action.INSPECT)]
     if not sample.fabric_faults:
         return []
     faults = sorted(sample.fabric_faults, key=lambda fault: (fault not in _UNUSABLE_FABRIC, fault))
     level = Level.UNHEALTHY if faults[0] in _UNUSABLE_FABRIC else Level.DEGRADED
-    return [_shown(device, Dimension.FABRIC, faults[0], "Fabric", ", ".join(faults), Action.INSPECT, level)]
+    return [_shown(device, Dimension.FABRIC, faults[0], "Fabric fault", ", ".join(faults), Action.INSPECT, level)]
 
 
 def _links(device: str, sample: GpuSample, state: DeviceState, polled: Sequence[GpuSample]) -> list[rules.Raise]:
@@ -85,7 +98,7 @@ def _links(device: str, sample: GpuSample, state: DeviceState, polled: Sequence[
         return []
     level = Level.DEGRADED if sample.links_active else Level.UNHEALTHY
     meaning = f"{sample.links_active} of {expected} NVLinks are up"
-    return [_shown(device, Dimension.LINK, "down", "NVLink", meaning, Action.RESET_GPU, level)]
+    return [_shown(device, Dimension.LINK, "down", "NVLink fault", meaning, Action.RESET_GPU, level)]
 
 
 def _leftovers(device: str, sample: GpuSample) -> list[rules.Seen]:
