@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpunode.cli.connect import Kubeconfig, chosen, run
-from gpunode.cli.output import console, fail
+from gpunode.cli.output import Format, console, emit, fail
 from gpunode.model.hardware import PARTITION_MARK
 from gpunode.model.names import DEFAULT_DRIVER, QUARANTINE_TAINT
 
@@ -29,6 +29,7 @@ def quarantine(
     reason: Annotated[str, typer.Option("--reason", help="Why, for whoever finds it later.")] = "",
     lift: Annotated[bool, typer.Option("--lift", help="Give the GPU back.")] = False,
     kubeconfig: Kubeconfig = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
 ) -> None:
     """Take a GPU out of service until you give it back, whatever health says of it.
 
@@ -40,7 +41,7 @@ def quarantine(
     if bool(reason) == lift:
         fail("give either --reason TEXT or --lift", 2)
 
-    async def change() -> int:
+    async def change() -> list[str]:
         from gpunode.kube.client import Api
         from gpunode.kube.kinds import discover
 
@@ -52,17 +53,19 @@ def quarantine(
                 return await _lift(api, kind, node, device)
             return await _impose(api, kind, node, device, reason)
 
-    count = run(change)
-    devices = "device" if count == 1 else "devices"
+    names = run(change)
+    if output is not Format.TABLE:
+        emit({"node": node, "devices": names, "quarantine": not lift, "reason": reason}, output)
+        return
+    devices = "1 device" if len(names) == 1 else f"{len(names)} devices"
     if lift:
-        console().print(f"{device} of {node} is in service again ({count} {devices})")
+        console().print(f"{device} of {node} is in service again ({devices})")
     else:
-        console().print(f"{device} of {node} is in quarantine ({count} {devices}); --lift ends it")
+        console().print(f"{device} of {node} is in quarantine ({devices}); --lift ends it")
 
 
-async def _impose(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str, reason: str) -> int:
-    """Number of devices that are in quarantine now. Ends the command if there is no such device."""
-    from gpunode.kube.errors import ApiError
+async def _impose(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str, reason: str) -> list[str]:
+    """Names of the devices that are in quarantine now. Ends the command if there is no such device."""
     from gpunode.kube.kinds import SLICES
 
     params = {"fieldSelector": f"spec.nodeName={node},spec.driver={DEFAULT_DRIVER}"}
@@ -72,26 +75,42 @@ async def _impose(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: 
     if not found:
         fail(f"node {node} publishes no device {device}; it has: {', '.join(published) or 'none'}")
     for name in found:
-        body = rule(kind.group_version, node, name, f"{reason} ({getpass.getuser()})")
-        try:
-            await api.create(kind.path(), body)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            annotations = body["metadata"]["annotations"]
-            await api.patch(kind.path(name=body["metadata"]["name"]), {"metadata": {"annotations": annotations}})
-    return len(found)
+        await _write(api, kind, node, name, f"{reason} ({getpass.getuser()})")
+    return found
 
 
-async def _lift(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str) -> int:
-    """Number of devices that were in quarantine. Ends the command if there is none."""
+async def _write(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str, reason: str) -> None:
+    """Create one device's rule; where it is there already the new reason goes into it."""
+    from gpunode.kube.errors import ApiError
+
+    body = rule(kind.group_version, node, device, reason)
+    name, annotations = body["metadata"]["name"], body["metadata"]["annotations"]
+    try:
+        await api.create(kind.path(), body)
+        return
+    except ApiError as error:
+        if error.status != 409:
+            raise
+    if not _is_quarantine(await api.get(kind.path(name=name), kind.type), node, device):
+        fail(f"DeviceTaintRule {name} exists and is no quarantine of {device} of {node}: look at it, then delete it")
+    await api.patch(kind.path(name=name), {"metadata": {"annotations": annotations}})
+
+
+async def _lift(api: "Api", kind: "Kind[DeviceTaintRule]", node: str, device: str) -> list[str]:
+    """Names of the devices that were in quarantine. Ends the command if there is none."""
+    from gpunode.kube.errors import ApiError
+
     rules, _ = await api.list(kind.path(), kind.type)
-    found = [r for r in rules if _is_quarantine(r, node, device)]
+    found = [one for one in rules if _is_quarantine(one, node, device)]
     if not found:
         fail(f"{device} of {node} is not in quarantine")
     for one in found:
-        await api.delete(kind.path(name=one.metadata.name), {"preconditions": {"uid": one.metadata.uid}})
-    return len(found)
+        try:
+            await api.delete(kind.path(name=one.metadata.name), {"preconditions": {"uid": one.metadata.uid}})
+        except ApiError as error:
+            if not error.not_found:  # somebody else lifted it meanwhile
+                raise
+    return sorted({s.device for one in found if (s := one.spec.device_selector) is not None and s.device})
 
 
 def rule(api_version: str, node: str, device: str, reason: str) -> dict[str, Any]:
