@@ -139,6 +139,28 @@ def test_every_board_in_every_mode_is_accepted_and_gives_devices(board: str, ask
     assert [a["devices"] and len(a["devices"]) for a in answers] == expected, "a tainted GPU is not given out"
 
 
+def test_a_device_with_every_fault_and_grace_is_accepted_and_its_graces_keep_nobody_away(
+    ask: Ask, tmp_path: Path
+) -> None:
+    """Sixteen taints; a claim that tolerates those with an effect gets the device."""
+    inventory = inventory_of(alone(load_board("hgx-h100")), tmp_path)
+    name = planned(inventory, "none")[0].spec.devices[0].name
+    since = "2026-01-01T00:00:00Z"
+    found = tuple(Finding(d, Level.UNHEALTHY, "x", Action.INSPECT, "x", since, grace=600) for d in Dimension)
+    config = SliceConfig(DRIVER, NODE, managed_taint=True)
+    slices = plan(inventory, NodeHealth({name: DeviceHealth(name, found)}), config, (), held=frozenset({name}))
+    taints = slices[0].spec.devices[0].taints
+    assert (len(taints), sum(t.effect == "None" for t in taints)) == (16, len(Dimension))
+    keys = [t.key for t in taints if t.effect == "NoSchedule"]
+    tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
+    bodies = [body(s) for s in slices]
+    answers = ask([
+        {"slices": bodies, "claim": claim(tolerations=tolerations)},
+        {"slices": bodies, "claim": claim(tolerations=tolerations[1:])},
+    ])  # fmt: skip
+    assert [(a["refused"], a["devices"] and len(a["devices"])) for a in answers] == [([], 1), ([], None)]
+
+
 def attribute(name: str) -> str:
     return f'device.attributes["{DRIVER}"].{name}'
 
