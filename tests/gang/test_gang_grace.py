@@ -130,6 +130,10 @@ def test_the_claims_own_toleration_counts_besides(tolerates: str, grace: str, en
         assert evicted(actions) == (ends is not None and after >= ends)
 
 
+def test_a_quarantine_ends_every_grace() -> None:
+    assert evicted(at(HIT + "grace n1/gpu-3 xid=forever\ntaint n1/gpu-3 quarantine=true", 0))
+
+
 def test_nobody_new_is_placed_there() -> None:
     text = f"node n1 gpus=2\ntaint n1/gpu-0 xid=94 since={BEGAN}\ngrace n1/gpu-0 xid=forever\n"
     assert devices(run(text + "gang w pods=1")) == ["n1/gpu-1"]
