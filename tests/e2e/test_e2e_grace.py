@@ -97,6 +97,15 @@ async def told(gang: Scene, reason: str) -> list[str]:
     return [e.note for e in events if e.reason == reason]
 
 
+async def until_told(gang: Scene, reason: str) -> None:
+    """The Event follows the condition."""
+    for _ in range(50):
+        if await told(gang, reason):
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError(f"no Event {reason}")
+
+
 async def forget(gang: Scene) -> None:
     await gang.api.delete(EVENTS.path(gang.namespace))
 
@@ -115,7 +124,7 @@ async def test_a_gang_stays_for_the_grace_and_is_then_evicted_once(it: Ward, gan
         f"{DEFAULT_DRIVER}/{node.name}/{device} is tainted gpunode.dev/xid={SHORT} on {node.name}; "
         f"the health policy lets the gang stay until {end:%Y-%m-%dT%H:%M:%SZ}"
     )
-    assert len(await told(gang, "DeviceFaultGrace")) == 1
+    await until_told(gang, "DeviceFaultGrace")
     # Nothing else happens in the cluster until the controller finds by itself that the time has come.
     while (now := datetime.now(end.tzinfo)) < end - timedelta(seconds=0.5):
         assert uids(gang.running("train")) == before, f"evicted {end - now} before the grace ended"
@@ -142,6 +151,7 @@ async def test_a_grace_without_end_outlives_the_agent_and_the_kubelet(
     assert taints["grace.gpunode.dev/xid"][:2] == ("forever", "None")
     await gang.until("the reason", lambda: gang.placed("train")[1] == "DeviceFaultGrace", 5)
     assert gang.placed("train")[2].endswith("the health policy lets the gang stay as long as it likes")
+    await until_told(gang, "DeviceFaultGrace")
 
     mark = log_end(cluster, node)
     await asyncio.to_thread(cluster.processes.kill, agent_name(node.name))
