@@ -5,7 +5,7 @@ from gpunode.health.catalogue import Catalogue
 from gpunode.health.policy import Policy
 from gpunode.model.grace import FOREVER, NEVER, grace_end
 from gpunode.model.health import Clear, Dimension, Finding, Level
-from gpunode.model.times import format_time, parse_time
+from gpunode.model.times import parse_time, stamp
 
 _SOURCES = {
     "catalogue": "NVIDIA's XID catalogue",
@@ -57,7 +57,7 @@ def gangs_stay(finding: Finding) -> str:
     if finding.effect == "NoExecute" or not finding.grace:
         return "no"
     end = grace_end(parse_time(finding.since), finding.grace)
-    return "for ever" if end == NEVER else f"until {format_time(end)}"
+    return "for ever" if end == NEVER else f"until {stamp(end)}"
 
 
 def _gangs(level: Level, effect: str, grace: int | None) -> str:
