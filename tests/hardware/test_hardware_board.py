@@ -71,6 +71,19 @@ BAD = {
         "gpus[0].deadLinks",
         "0 to 17",
     ),
+    "switch": (
+        "extends: hgx-h100\nname: mine\nswitches:\n  - {pci: '0000:05:00.0', links: 18}\n  - {pci: '0000:06:00.0'}\n",
+        5,
+        "switches[1]",
+        "missing required field `links`",
+    ),
+    "switch at a GPU's address": (
+        "extends: hgx-h100\nname: mine\nswitches:\n  - {pci: '0000:1b:00.0', links: 18}\n",
+        4,
+        "switches[0].pci",
+        "used twice",
+    ),
+    "links and switches": ("extends: hgx-h100\nname: mine\nnvlink:\n  links: 4\n", 4, "nvlink.links", "take 18 links"),
     "placement": (
         "extends: l4\nname: mine\nmigProfiles:\n  - {name: 3g.40gb, id: 9, number: 2, slices: 3, starts: [5],\n"
         "     size: 4, memoryMiB: 1, multiprocessors: 1}\n",
@@ -114,7 +127,7 @@ def test_hostile_files_are_refused(tmp_path: Path, text: str, reason: str) -> No
 
 def test_a_field_of_the_parent_is_told_where_it_stands(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "extends: hgx-h100\nname: base\ngpus:\n  - pci: '0000:21:00.0'\n    deadLinks: [9]\n")
-    child = write(tmp_path / "mine.yaml", "extends: base\nname: mine\nnvlink:\n  links: 4\n")
+    child = write(tmp_path / "mine.yaml", "extends: base\nname: mine\nswitches: []\nnvlink:\n  links: 4\n")
     with pytest.raises(BoardError, match=r"base\.yaml:5: gpus\[0\]\.deadLinks: this board's links are 0 to 3"):
         load_board(child)
     lacking = write(tmp_path / "lacking.yaml", "extends: base\nname: mine\ngpus:\n  - {}\n")

@@ -301,7 +301,7 @@ def test_device_map_of_an_inventory() -> None:
     gpu = Gpu("GPU-a", A, 0, "H100", 1 << 36, links=(Link(0, True, "switch"),), mig=(mig,))
     devices = device_map(Inventory("node", "boot", gpus=(gpu,)))
     name = "gpu-0000-07-00-0-mig-1g-10gb-4"
-    assert devices.gpus == (KnownGpu(GPU_A, "GPU-a", A, True, (Partition(name, 9, 0),)),)
+    assert devices.gpus == (KnownGpu(GPU_A, "GPU-a", A, True, (Partition(name, 9, 0),), loose=True),)
     assert devices.device_at(A, 9, None) == devices.device_at(A, 9, 7) == name
     assert devices.device_at(A, 3, 0) == GPU_A
     assert devices.behind_switch(SWITCH, 3) == (GPU_A,)

@@ -19,7 +19,7 @@ _MAX_FILE = 64 * 1024
 _MAX_PARENTS = 8
 # Deeper brackets than any profile has; the YAML scanner's time grows with the square of their depth.
 _MAX_BRACKETS = 16
-_LIST_FIELDS = ("gpus", "nics", "migProfiles")
+_LIST_FIELDS = ("gpus", "nics", "switches", "migProfiles")
 
 PciText = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
 RootText = Annotated[str, Meta(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
@@ -55,6 +55,16 @@ class NvLinks(BoardStruct, frozen=True, kw_only=True):
     links: Annotated[int, Meta(ge=0, le=36)] = 0
     version: Annotated[int, Meta(ge=0, le=7)] = 0
     to: Literal["switch", "peer"] = "switch"
+
+
+class BoardSwitch(BoardStruct, frozen=True, kw_only=True):
+    """An NVSwitch that is a PCI function of the host. links: how many each GPU has to it.
+
+    A GPU's links go to the switches in their order; a switch's ports are the GPUs' links in the order of the GPUs.
+    """
+
+    pci: PciText
+    links: Annotated[int, Meta(ge=1, le=36)]
 
 
 class BoardFabric(BoardStruct, frozen=True, kw_only=True):
@@ -105,6 +115,7 @@ class Board(BoardStruct, frozen=True, kw_only=True):
     mig_profiles: tuple[BoardMigProfile, ...] = ()
     gpus: tuple[BoardGpu, ...] = ()
     nics: tuple[BoardNic, ...] = ()
+    switches: tuple[BoardSwitch, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -212,7 +223,12 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _convert(raw: dict[str, Any]) -> Board:
     """List items one by one, since msgspec names the field of a bad item but not its position."""
     items: dict[str, Any] = {}
-    types: dict[str, type[Any]] = {"gpus": BoardGpu, "nics": BoardNic, "migProfiles": BoardMigProfile}
+    types: dict[str, type[Any]] = {
+        "gpus": BoardGpu,
+        "nics": BoardNic,
+        "switches": BoardSwitch,
+        "migProfiles": BoardMigProfile,
+    }
     for field in _LIST_FIELDS:
         values = raw.get(field) or []
         if not isinstance(values, list):
@@ -220,7 +236,11 @@ def _convert(raw: dict[str, Any]) -> Board:
         items[field] = [_one(value, types[field], (field, i)) for i, value in enumerate(values)]
     board: Board = _one({k: v for k, v in raw.items() if k not in _LIST_FIELDS}, Board, ())
     return msgspec.structs.replace(
-        board, gpus=tuple(items["gpus"]), nics=tuple(items["nics"]), mig_profiles=tuple(items["migProfiles"])
+        board,
+        gpus=tuple(items["gpus"]),
+        nics=tuple(items["nics"]),
+        switches=tuple(items["switches"]),
+        mig_profiles=tuple(items["migProfiles"]),
     )
 
 
@@ -235,14 +255,19 @@ def _one(value: Any, type_: type[Any], prefix: tuple[str | int, ...]) -> Any:
 
 
 def _check(board: Board) -> None:
-    """What the types cannot say: addresses are unique, links and peers exist."""
+    """What the types cannot say: addresses are unique, links and peers exist, links are as many as switches take."""
     seen: set[str] = set()
     addresses = [("gpus", i, g.pci) for i, g in enumerate(board.gpus)]
     addresses += [("nics", i, n.pci) for i, n in enumerate(board.nics)]
+    addresses += [("switches", i, s.pci) for i, s in enumerate(board.switches)]
     for field, i, pci in addresses:
         if pci in seen:
             raise _FieldError((field, i, "pci"), f"{pci} is used twice")
         seen.add(pci)
+    taken = sum(s.links for s in board.switches)
+    if board.switches and (board.nvlink.to, board.nvlink.links) != ("switch", taken):
+        reason = f"the board's switches take {taken} links of each GPU, all of them (a board without has switches: [])"
+        raise _FieldError(("nvlink", "links"), reason)
     for i, gpu in enumerate(board.gpus):
         if any(not 0 <= link < board.nvlink.links for link in gpu.dead_links):
             raise _FieldError(("gpus", i, "deadLinks"), f"this board's links are 0 to {board.nvlink.links - 1}")

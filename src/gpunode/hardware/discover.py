@@ -4,6 +4,7 @@ import logging
 from ctypes import byref
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pynvml
 
@@ -34,6 +35,17 @@ _ARCHITECTURES = {
     pynvml.NVML_DEVICE_ARCH_ADA: "Ada Lovelace",
     pynvml.NVML_DEVICE_ARCH_HOPPER: "Hopper",
     pynvml.NVML_DEVICE_ARCH_BLACKWELL: "Blackwell",
+}
+_ENDS = (pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH, pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
+_MAX_BUS, _MAX_PCI_DEVICE = 0xFF, 0x1F
+# More than any NVSwitch has (the third generation has 64); a larger number is the driver's "not known".
+_MAX_PORTS = 1024
+_MEMBERS = {
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
 }
 _FABRIC_STATES = {
     pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED: "notStarted",
@@ -129,6 +141,12 @@ def _with_links(nvml: Nvml, gpu: Gpu, gpus: list[Gpu], handles: dict[str, Handle
 
 def links(nvml: Nvml, handle: Handle, by_pci: dict[PciAddress, str]) -> tuple[Link, ...]:
     """The NVLinks a GPU has, up or down. by_pci: UUIDs of the node's GPUs, to name direct peers."""
+    found = _links(nvml, handle, by_pci)
+    ports = _switch_ports(nvml, handle, [link.index for link in found if link.switch is not None])
+    return tuple(replace(link, port=ports[link.index]) if link.index in ports else link for link in found)
+
+
+def _links(nvml: Nvml, handle: Handle, by_pci: dict[PciAddress, str]) -> list[Link]:
     found = []
     for index in range(pynvml.NVML_NVLINK_MAX_LINKS):
         state = optional(nvml.nvmlDeviceGetNvLinkState, handle, index)
@@ -138,12 +156,39 @@ def links(nvml: Nvml, handle: Handle, by_pci: dict[PciAddress, str]) -> tuple[Li
             continue
         remote = optional(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, index)
         peer = "switch" if remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH else ""
+        end = _remote(nvml, handle, index) if remote in _ENDS else None
         if remote == pynvml.NVML_NVLINK_DEVICE_TYPE_GPU:
-            info = optional(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, index)
-            peer = by_pci.get(pci_address(info), "") if info is not None else ""
+            peer = by_pci.get(end, "") if end is not None else ""
         version = optional(nvml.nvmlDeviceGetNvLinkVersion, handle, index) or 0
-        found.append(Link(index, state == pynvml.NVML_FEATURE_ENABLED, peer, version))
-    return tuple(found)
+        switch = end if peer == "switch" else None
+        found.append(Link(index, state == pynvml.NVML_FEATURE_ENABLED, peer, version, switch))
+    return found
+
+
+def _remote(nvml: Nvml, handle: Handle, link: int) -> PciAddress | None:
+    """Address of what a link ends at. Switches that are no PCI function of this host (NVLink 5) have none: drivers
+    leave the structure empty or fill it with ones."""
+    info = optional(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+    if info is None:
+        return None
+    found = pci_address(info)
+    exists = found.bus <= _MAX_BUS and found.device <= _MAX_PCI_DEVICE and found != PciAddress(0, 0, 0)
+    return found if exists else None
+
+
+def _switch_ports(nvml: Nvml, handle: Handle, links: list[int]) -> dict[int, int]:
+    """The switch's own number of each of these links, in one call (nvml.h: the field's scope is the GPU's link)."""
+    fields = [(pynvml.NVML_FI_DEV_NVLINK_REMOTE_NVLINK_ID, link) for link in links]
+    values = optional(nvml.nvmlDeviceGetFieldValues, handle, fields) if fields else None
+    given = zip(links, values or (), strict=False)
+    numbers = {link: _number(value) for link, value in given if value.nvmlReturn == pynvml.NVML_SUCCESS}
+    return {link: port for link, port in numbers.items() if port is not None and 0 <= port < _MAX_PORTS}
+
+
+def _number(value: Any) -> int | None:
+    """A field value, whichever member of the union the driver says that it filled."""
+    member = _MEMBERS.get(value.valueType)
+    return int(getattr(value.value, member)) if member else None
 
 
 def fabric(nvml: Nvml, handle: Handle) -> Fabric:

@@ -98,5 +98,21 @@ def merge(last: Inventory | None, found: Inventory) -> tuple[Inventory, tuple[Gp
         return found, ()
     uuids, addresses = {g.uuid for g in found.gpus}, {g.pci for g in found.gpus}
     lost = tuple(g for g in last.gpus if g.uuid not in uuids and g.pci not in addresses)
-    gpus = sorted((*found.gpus, *lost), key=lambda g: str(g.pci))
+    before = {g.uuid: g for g in last.gpus}
+    gpus = sorted((*(_with_ends(g, before.get(g.uuid)) for g in found.gpus), *lost), key=lambda g: str(g.pci))
     return replace(found, gpus=tuple(gpus)), lost
+
+
+def _with_ends(gpu: Gpu, before: Gpu | None) -> Gpu:
+    """A link that went down may not say any more what it ends at, just when its switch's word on that port matters.
+    Wires do not move while a machine runs: what the link said before in this boot stands."""
+    ends = {link.index: (link.switch, link.port) for link in before.links} if before is not None else {}
+    silent = [link for link in gpu.links if link.switch is None and link.peer in ("", "switch")]
+    known = {link.index: ends[link.index] for link in silent if ends.get(link.index, (None, None))[0] is not None}
+    if not known:
+        return gpu
+    links = tuple(
+        replace(link, switch=known[link.index][0], port=known[link.index][1]) if link.index in known else link
+        for link in gpu.links
+    )
+    return replace(gpu, links=links)

@@ -17,7 +17,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """What health needs of a GPU. `switched`: its NVLinks end in switches. `mig`: it is in MIG mode."""
+    """What health needs of a GPU. `switched`: its NVLinks end in switches. `mig`: it is in MIG mode.
+
+    switches: those that a link of it is known to end at. loose: it has a link of which nobody knows where it ends.
+    """
 
     name: str
     uuid: str
@@ -25,6 +28,8 @@ class KnownGpu:
     switched: bool = False
     partitions: tuple[Partition, ...] = ()
     mig: bool = False
+    switches: frozenset[PciAddress] = frozenset()
+    loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,19 @@ class DeviceMap:
         return tuple(p.name for known in self.gpus if known.name == gpu for p in known.partitions)
 
     def behind_switch(self, switch: PciAddress, link: int | None) -> tuple[str, ...]:
-        """GPUs that a switch fault reaches: the one at the port where that is known, else all on switches.
+        """GPUs that a switch fault reaches: the one at the port where that is known, else all behind that switch.
 
-        Where the driver does not say what links end at, a node that has a switch has all its GPUs on it.
+        Where no GPU is known to be behind that switch, all on switches; and where the driver does not even say what
+        links end at, a node that has a switch has all its GPUs on it.
         """
+        switch = PciAddress(switch.domain, switch.bus, switch.device)
         if link is not None and (name := self.switch_ports.get((switch, link))):
             return (name,)
-        return tuple(gpu.name for gpu in self.gpus if gpu.switched) or tuple(gpu.name for gpu in self.gpus)
+        switched = [gpu for gpu in self.gpus if gpu.switched] or self.gpus
+        if any(switch in gpu.switches for gpu in self.gpus):
+            # A link that nobody ever saw up may be one to this switch.
+            switched = [gpu for gpu in self.gpus if switch in gpu.switches or gpu.loose]
+        return tuple(gpu.name for gpu in switched)
 
 
 def _partition_name(gpu: Gpu, mig: MigSlice) -> str:
@@ -87,11 +98,25 @@ def device_map(inventory: Inventory, partition_name: Callable[[Gpu, MigSlice], s
                 any(link.peer == "switch" for link in gpu.links),
                 tuple(Partition(partition_name(gpu, m), m.gpu_instance, m.compute_instance) for m in gpu.mig),
                 gpu.mig_enabled,
+                frozenset(link.switch for link in gpu.links if link.switch is not None),
+                any(link.switch is None and link.peer in ("", "switch") for link in gpu.links),
             )
             for gpu in inventory.gpus
         ),
         _branch(inventory.driver_version),
+        _ports(inventory),
     )
+
+
+def _ports(inventory: Inventory) -> dict[tuple[PciAddress, int], str]:
+    """GPU names by switch and port. A port that several GPUs claim (a driver that answers the same for all) is not
+    known."""
+    claimed: dict[tuple[PciAddress, int], set[str]] = {}
+    for gpu in inventory.gpus:
+        for link in gpu.links:
+            if link.switch is not None and link.port is not None:
+                claimed.setdefault((link.switch, link.port), set()).add(device_name(gpu.pci))
+    return {port: names.pop() for port, names in claimed.items() if len(names) == 1}
 
 
 def _branch(version: str) -> int | None:

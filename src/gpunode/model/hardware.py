@@ -22,12 +22,17 @@ class PciAddress:
 
 @dataclass(frozen=True)
 class Link:
-    """One NVLink of a GPU. `peer` is a GPU's UUID, or "switch", or "" where the driver does not say."""
+    """One NVLink of a GPU. `peer` is a GPU's UUID, or "switch", or "" where the driver does not say.
+
+    switch, port: the NVSwitch at the other end (function 0) and the number of its link there, None where not known.
+    """
 
     index: int
     active: bool
     peer: str = ""
     version: int = 0
+    switch: PciAddress | None = None
+    port: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import pynvml
 
 from gpunode.hardware.board import BoardMigProfile
 from gpunode.hardware.fake.handles import Kind, device_handle, event_number, fail, lookup, make
-from gpunode.hardware.fake.state import EventSet, FakeGpu, FakeState, MigInstance
+from gpunode.hardware.fake.state import EventSet, FakeGpu, FakeState, MigInstance, SwitchEnd
 from gpunode.hardware.nvml import Handle, cores_per_multiprocessor
+from gpunode.model.hardware import PciAddress
 
 _MIB = 1024 * 1024
 _BRANDS = {
@@ -103,7 +104,7 @@ class FakeNvml:
         return gpu.mig_uuid(instance) if instance else gpu.uuid
 
     def nvmlDeviceGetPciInfo_v3(self, handle: Handle) -> Any:
-        return self._pci_info(self._gpu(handle))
+        return self._pci_info(self._gpu(handle).pci, self.state.board.pci_device_id)
 
     def nvmlDeviceGetMinorNumber(self, handle: Handle) -> int:
         return self._gpu(handle).index
@@ -160,10 +161,10 @@ class FakeNvml:
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: Handle, link: int) -> Any:
         gpu = self._link(device, link)
-        peer = self._peer(gpu, link)
-        if peer is None:
-            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return self._pci_info(peer)
+        if (peer := self._peer(gpu, link)) is not None:
+            return self._pci_info(peer.pci, self.state.board.pci_device_id)
+        end = self._switch_end(gpu, link)
+        return self._pci_info(end.pci, "0x0") if end else fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetP2PStatus(self, device1: Handle, device2: Handle, p2pIndex: int) -> int:
         a, b = self._gpu(device1), self._gpu(device2)
@@ -382,15 +383,16 @@ class FakeNvml:
         self._gpu(handle)
         return int(pynvml.nvmlClocksEventReasonGpuIdle)
 
-    def nvmlDeviceGetFieldValues(self, handle: Handle, fieldIds: Sequence[int]) -> Any:
+    def nvmlDeviceGetFieldValues(self, handle: Handle, fieldIds: Sequence[int | tuple[int, int]]) -> Any:
+        """fieldIds: each a field, or a field and its scope (here the number of a link)."""
         gpu = self._gpu(handle)
         values = (pynvml.c_nvmlFieldValue_t * len(fieldIds))()
-        for value, field in zip(values, fieldIds, strict=True):
-            value.fieldId = field
+        for value, asked in zip(values, fieldIds, strict=True):
+            value.fieldId, value.scopeId = asked if isinstance(asked, tuple) else (asked, 0)
             value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
-            known = field == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
-            value.nvmlReturn = pynvml.NVML_SUCCESS if known else pynvml.NVML_ERROR_NOT_SUPPORTED
-            value.value.uiVal = gpu.saved.recovery if known else 0
+            found = self._field(gpu, value.fieldId, value.scopeId)
+            value.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED if found is None else pynvml.NVML_SUCCESS
+            value.value.uiVal = found or 0
         return values
 
     # Events
@@ -432,6 +434,15 @@ class FakeNvml:
                     fail(pynvml.NVML_ERROR_TIMEOUT)
 
     # Shared by the above
+
+    def _field(self, gpu: FakeGpu, field: int, scope: int) -> int | None:
+        """None: this driver does not know the field."""
+        if field == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION:
+            return gpu.saved.recovery
+        if field == pynvml.NVML_FI_DEV_NVLINK_REMOTE_NVLINK_ID and field not in self.state.missing_fields:
+            end = self._switch_end(gpu, scope)
+            return end.port if end else None
+        return None
 
     def _ready(self) -> None:
         if self.state.initialized <= 0:
@@ -484,12 +495,16 @@ class FakeNvml:
             return None
         return self.state.gpus[gpu.peers[link * len(gpu.peers) // self.state.board.nvlink.links]]
 
-    def _pci_info(self, gpu: FakeGpu) -> Any:
+    def _switch_end(self, gpu: FakeGpu, link: int) -> SwitchEnd | None:
+        """Of a link that is up: a dead one tells nothing."""
+        return None if link in gpu.saved.dead_links else self.state.switch_end(gpu, link)
+
+    def _pci_info(self, pci: PciAddress, device_id: str) -> Any:
         info = pynvml.nvmlPciInfo_t()
-        info.domain, info.bus, info.device = gpu.pci.domain, gpu.pci.bus, gpu.pci.device
-        info.pciDeviceId = int(self.state.board.pci_device_id, 16)
-        info.busIdLegacy = str(gpu.pci)[-12:].upper().encode()
-        info.busId = f"{gpu.pci.domain:08X}{str(gpu.pci).upper()[-8:]}".encode()
+        info.domain, info.bus, info.device = pci.domain, pci.bus, pci.device
+        info.pciDeviceId = int(device_id, 16)
+        info.busIdLegacy = str(pci)[-12:].upper().encode()
+        info.busId = f"{pci.domain:08X}{str(pci).upper()[-8:]}".encode()
         return info
 
     def _fill_fabric(self, gpu: FakeGpu, info: Any) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,15 @@ class FakeGpu:
         return "MIG-" + str(uuid.uuid5(_NAMESPACE, f"{self.uuid}/{instance.gi}/{instance.profile}/{instance.start}"))
 
 
+@dataclass(frozen=True)
+class SwitchEnd:
+    """Where a link goes: the switch's number and address, and the number of its port."""
+
+    switch: int
+    pci: PciAddress
+    port: int
+
+
 @dataclass
 class EventSet:
     """A registration for events and the events that wait to be collected; masks by GPU index."""
@@ -92,8 +101,9 @@ class EventSet:
 class FakeState:
     """The machine. `changed` guards everything and wakes those who wait for events.
 
-    epoch: rises with each driver load; handles carry it. missing: NVML functions an older driver lacks.
-    busy: UUIDs of MIG devices that a process uses. capabilities: told after each change of the MIG layout.
+    epoch: rises with each driver load; handles carry it. missing, missing_fields: NVML functions and fields an older
+    driver lacks. busy: UUIDs of MIG devices that a process uses. capabilities: told after each change of the MIG
+    layout. switch_ends: of every link of the first GPU, then of the second, and so on.
     """
 
     board: Board
@@ -104,9 +114,11 @@ class FakeState:
     epoch: int = 1
     initialized: int = 0
     missing: set[str] = field(default_factory=set)
+    missing_fields: set[int] = field(default_factory=set)
     busy: set[str] = field(default_factory=set)
     capabilities: Callable[[], None] | None = None
     event_sets: dict[int, EventSet] = field(default_factory=dict)
+    switch_ends: tuple[SwitchEnd, ...] = ()
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -127,6 +139,18 @@ class FakeState:
                 return gpu
         known = ", ".join(g.name for g in self.gpus) or "none"
         raise LookupError(f"no GPU {device[:128]!r} on {self.node}; there are: {known}")
+
+    def find_switch(self, switch: str) -> int:
+        """Number of a switch, by number or PCI address. Raises LookupError."""
+        for number, one in enumerate(self.board.switches):
+            if switch in (one.pci, str(number)):
+                return number
+        known = ", ".join(one.pci for one in self.board.switches) or "none"
+        raise LookupError(f"no NVSwitch {switch[:128]!r} on {self.node}; there are: {known}")
+
+    def switch_end(self, gpu: FakeGpu, link: int) -> SwitchEnd | None:
+        """What a link ends at, up or down; None where that is no switch with an address."""
+        return self.switch_ends[gpu.index * self.board.nvlink.links + link] if self.switch_ends else None
 
     def profile(self, name: str) -> BoardMigProfile:
         return next(p for p in self.board.mig_profiles if p.name == name)
@@ -207,7 +231,13 @@ def _state(board: Board, node: str, saved: MachineSaved, file: Path) -> FakeStat
         )
         for i, gpu in enumerate(board.gpus)
     ]
-    return FakeState(board=board, node=node, saved=saved, file=file, gpus=gpus)
+    return FakeState(board=board, node=node, saved=saved, file=file, gpus=gpus, switch_ends=tuple(_switch_ends(board)))
+
+
+def _switch_ends(board: Board) -> Iterator[SwitchEnd]:
+    for gpu in range(len(board.gpus)):
+        for number, one in enumerate(board.switches):
+            yield from (SwitchEnd(number, parse_pci(one.pci), gpu * one.links + link) for link in range(one.links))
 
 
 def _read(file: Path) -> MachineSaved | None:
