@@ -11,7 +11,7 @@ from gpunode.hardware import events, kmsg
 from gpunode.hardware.board import load_board
 from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine, Recover, Xid
-from gpunode.hardware.fake.faults import DriverGone, DriverReload, LinkDown, Lost, parse_fault
+from gpunode.hardware.fake.faults import DriverGone, DriverReload, LinkDown, Lost, SwitchError, parse_fault
 from gpunode.hardware.sysfs import parse_pci
 
 FIRST = "gpu-0000-07-00-0"
@@ -239,3 +239,42 @@ async def _watching(machine: FakeMachine, gpus: set[int]) -> None:
     async with asyncio.timeout(10):
         while not any(set(e.masks) == gpus for e in list(machine.state.event_sets.values())):
             await asyncio.sleep(0.01)
+
+
+def links_down(machine: FakeMachine) -> dict[int, list[int]]:
+    gpus = discover(machine.nvml, machine.roots, "node-1").gpus
+    down = {n: [link.index for link in gpu.links if not link.active] for n, gpu in enumerate(gpus)}
+    return {n: links for n, links in down.items() if links}
+
+
+def test_a_fatal_port_of_a_switch_takes_one_link_and_is_told_by_switch_and_gpu(machine: FakeMachine) -> None:
+    machine.inject(SwitchError(switch="0000:c5:00.0", code=20034, port=7))
+    assert log_lines(machine)[1:3] == [
+        "nvidia-nvswitch1: SXid (PCI:0000:c5:00.0): 20034, Fatal, Link 07 LTSSM Fault Up",
+        "NVRM: Xid (PCI:0000:4e:00): 74, NVLink: fatal error detected on link 3(0x0, 0x0, 0x10000, 0x0, 0x0, 0x0, 0x0)",
+    ]
+    assert links_down(machine) == {3: [3]}
+
+
+def test_a_fatal_error_of_a_whole_switch_takes_all_links_to_it(machine: FakeMachine) -> None:
+    machine.inject(SwitchError(switch="5", code=12020))
+    assert log_lines(machine)[1].startswith("nvidia-nvswitch5: SXid (PCI:0000:c9:00.0): 12020, Fatal, Crossbar")
+    assert links_down(machine) == {n: [10, 11] for n in range(8)}
+
+
+def test_a_switch_error_that_is_not_fatal_or_of_a_port_nobody_is_at_is_only_a_line(machine: FakeMachine) -> None:
+    machine.inject(SwitchError(switch="0", code=12028, fatal=False, port=0, text="one\ntwo"))
+    machine.inject(SwitchError(switch="0", code=20034, port=35))
+    assert log_lines(machine)[1:] == [
+        "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 12028, Non-fatal, Link 00 one\\x0atwo",
+        "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 35 LTSSM Fault Up",
+    ]
+    assert links_down(machine) == {}
+
+
+def test_a_switch_that_is_not_there_is_named(machine: FakeMachine, tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match=r"no NVSwitch '6' on node-1; there are: 0000:c4:00.0, "):
+        machine.inject(SwitchError(switch="6", code=12020))
+    other = FakeMachine.create(load_board("l4"), "node-2", tmp_path / "other")
+    with pytest.raises(LookupError, match="there are: none"):
+        other.inject(SwitchError(switch="0", code=12020))

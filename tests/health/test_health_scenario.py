@@ -1,6 +1,8 @@
 """Fault scenarios: the files that are shipped end as they say, and wrong ones are refused."""
 
 import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -9,13 +11,15 @@ import pytest
 from gpunode.hardware.board import load_board
 from gpunode.hardware.fake.faults import parse_fault
 from gpunode.hardware.fake.machine import FakeMachine
-from gpunode.health.devices import DeviceMap, KnownGpu
+from gpunode.hardware.rescan import Scanner
+from gpunode.health.devices import device_map
 from gpunode.health.machine import HealthMachine
 from gpunode.health.parse import Pending, parse, parse_record
 from gpunode.health.scenario import ScenarioError, TimedFault, expand, load_scenario, parse_scenario, scenario_names
 from gpunode.health.signals import Signal
 from gpunode.health.state import HealthState, Instant
-from gpunode.model.health import GpuSample, Level, RecoveryAction
+from gpunode.model.health import Dimension, GpuSample, Level, RecoveryAction
+from gpunode.slices.planner import SliceConfig, plan
 
 RECOVERY = [action for action in RecoveryAction if action is not RecoveryAction.UNKNOWN]
 FABRIC_STATES = ("unsupported", "notStarted", "inProgress", "completed")
@@ -28,10 +32,16 @@ class Rehearsal:
     def __init__(self, base: Path) -> None:
         self.fake = FakeMachine.create(load_board("hgx-h100"), "node-0", base, boot_id="boot-1")
         self.gpus = self.fake.state.gpus
-        self.map = DeviceMap(tuple(KnownGpu(gpu.name, gpu.uuid, gpu.pci, True) for gpu in self.gpus))
+        self.scanner = Scanner(self.fake.nvml, self.fake.roots, "node-0")
+        self.rescan()
         self.machine, self.state, self.now = HealthMachine(), HealthState(), 0.0
         self.pending, self.read = Pending(), 0
         self.transitions = 0
+
+    def rescan(self) -> None:
+        inventory = self.scanner.scan().inventory
+        assert inventory is not None
+        self.inventory, self.map = inventory, device_map(inventory)
 
     def log(self) -> list[Signal]:
         found: list[Signal] = []
@@ -80,6 +90,7 @@ class Rehearsal:
             self.until(at)
             for timed in group:
                 self.fake.inject(parse_fault(msgspec.json.encode(timed.fault)))
+            self.rescan()
             self.step(*self.log())
 
     def levels(self) -> dict[int, Level]:
@@ -103,6 +114,40 @@ def test_every_scenario_ends_as_it_says(name: str, tmp_path: Path) -> None:
     assert rehearsal.levels() == scenario.expect
 
 
+def published(rehearsal: Rehearsal) -> dict[str, object]:
+    config = SliceConfig("gpu.gpunode.dev", "node-0")
+    planned = plan(rehearsal.inventory, rehearsal.machine.project(rehearsal.state, rehearsal.map), config)
+    return {device.name: device for one in planned for device in one.spec.devices}
+
+
+def test_a_switch_port_takes_its_own_gpu_and_nothing_else_of_the_node(tmp_path: Path) -> None:
+    rehearsal = Rehearsal(tmp_path)
+    rehearsal.step(*rehearsal.log(), *rehearsal.polls())
+    before = published(rehearsal)
+    rehearsal.play(list(expand(load_scenario("switch-port-fatal"), 8)))
+    rehearsal.until(rehearsal.now + 60)
+    hit = rehearsal.gpus[1].name
+    health = rehearsal.machine.project(rehearsal.state, rehearsal.map)
+    assert set(health.devices) == {hit}
+    assert {(f.dimension, f.code) for f in health.of(hit).findings} >= {(Dimension.FABRIC, "sxid-20034")}
+    after = published(rehearsal)
+    assert {name for name in before if after[name] != before[name]} == {hit}
+    assert list(after) == list(before)
+
+
+def test_a_switch_as_a_whole_takes_the_gpus_behind_it_until_their_reset(tmp_path: Path) -> None:
+    rehearsal = Rehearsal(tmp_path)
+    rehearsal.step(*rehearsal.log(), *rehearsal.polls())
+    rehearsal.play(list(expand(load_scenario("switch-fatal"), 8)))
+    rehearsal.until(rehearsal.now + 600)
+    assert set(rehearsal.levels()) == set(range(1, 8))
+    recovery = {"name": "x", "description": "d", "steps": [{"at": 0, "do": "recover", "gpu": "all"}]}
+    began = rehearsal.now
+    rehearsal.play([replace(f, at=began) for f in expand(parse_scenario(json.dumps(recovery)), 8)])
+    rehearsal.until(rehearsal.now + 600)
+    assert rehearsal.levels() == {}
+
+
 def test_there_is_a_scenario_for_everything_fake_hardware_can_do() -> None:
     kinds = {
         fault.fault["kind"]
@@ -110,7 +155,7 @@ def test_there_is_a_scenario_for_everything_fake_hardware_can_do() -> None:
         for fault in itertools.islice(expand(load_scenario(name), 8), 1000)
     }
     assert kinds >= {"xid", "lost", "linkdown", "fabricchange", "recoverychange", "remappending", "driverreload",
-                     "drivergone", "recover"}  # fmt: skip
+                     "drivergone", "recover", "switcherror"}  # fmt: skip
     assert len(scenario_names()) >= 16
 
 
@@ -156,6 +201,9 @@ HEAD = "name: x\ndescription: d\nsteps: "
         (HEAD + "[{at: 0, do: xid, gpu: 0}]", "code"),
         (HEAD + "[{at: 0, do: xid, gpu: some, code: 1}]", "some"),
         (HEAD + "[{at: 0, do: driver-gone, gpu: 1}]", "gpu"),
+        (HEAD + "[{at: 0, do: switch-error, switch: 0, code: 79}]", "10000"),
+        (HEAD + "[{at: 0, do: switch-error, switch: '0000:05:00', code: 12020}]", "regex"),
+        (HEAD + "[{at: 0, do: switch-error, switch: 0, code: 12020, fatal: perhaps}]", "bool"),
         (HEAD + "[{at: 0, do: storm, gpu: 0, code: 45, count: 10000000, seconds: 1}]", "1000000"),
         (HEAD.replace("name: x", "name: X y") + "[{at: 0, do: driver-gone}]", "matching regex"),
         (HEAD + "[{at: 0, do: driver-gone}]\nexpect: {0: broken}", "broken"),

@@ -23,6 +23,7 @@ _FAULT = dict[str, str | int]
 Time = Annotated[float, Meta(ge=0, le=7 * 86400)]
 Gpu = Annotated[int, Meta(ge=0, le=63)] | Literal["all"]
 Code = Annotated[int, Meta(ge=1, le=9999)]
+Address = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.0$")]
 
 # nvml.h, NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 means true.
 _FABRIC_SHIFT = {"degraded-bandwidth": 0, "route-recovery": 2, "route-unhealthy": 4, "access-timeout-recovery": 6}
@@ -95,6 +96,17 @@ class LinkDown(_Step, frozen=True, kw_only=True):
     links: Annotated[tuple[Annotated[int, Meta(ge=0, le=35)], ...], Meta(min_length=1)]
 
 
+class SwitchError(_Step, frozen=True, kw_only=True):
+    """An NVSwitch reports an error (SXid). switch: its number or PCI address. port: the number of its link; without
+    it the error is one of the whole switch. A fatal one takes links down, and their GPUs report XID 74."""
+
+    switch: Annotated[int, Meta(ge=0, le=63)] | Address
+    code: Annotated[int, Meta(ge=10000, le=99999)]
+    fatal: bool = True
+    port: Annotated[int, Meta(ge=0, le=999)] | None = None
+    text: Annotated[str, Meta(max_length=512)] = ""
+
+
 class Fabric(_Step, frozen=True, kw_only=True):
     """The fabric registration or its health changes."""
 
@@ -145,6 +157,7 @@ Step = (
     | OffTheBus
     | Lost
     | LinkDown
+    | SwitchError
     | Fabric
     | Verdict
     | Storm
@@ -249,6 +262,9 @@ def _faults(step: Step) -> list[_FAULT]:
             return [{"kind": "xid", "code": 79}]
         case LinkDown():
             return [{"kind": "linkdown", "link": link} for link in step.links]
+        case SwitchError():
+            given = {"switch": str(step.switch), "fatal": step.fatal, "port": step.port, "text": step.text or None}
+            return [{"kind": "switcherror", "code": step.code, **{k: v for k, v in given.items() if v is not None}}]
         case Fabric():
             mask = sum(1 << _FABRIC_SHIFT[fault] for fault in step.faults)
             summary = 2 if step.faults else 1

@@ -46,6 +46,20 @@ class LinkDown(_Fault, frozen=True, kw_only=True):
     link: Annotated[int, Meta(ge=0, le=35)]
 
 
+class SwitchError(_Fault, frozen=True, kw_only=True):
+    """An NVSwitch reports an error (SXid). switch: its number or PCI address; port: the number of its link, None for
+    an error of the whole switch. text: the part after both; "" takes the driver's usual words.
+
+    A fatal one takes links down: that of the port, or all of the switch. Their GPUs report XID 74.
+    """
+
+    switch: DeviceText
+    code: Annotated[int, Meta(ge=10000, le=99999)]
+    fatal: bool = True
+    port: Annotated[int, Meta(ge=0, le=999)] | None = None
+    text: Annotated[str, Meta(max_length=512)] = ""
+
+
 class FabricChange(_Fault, frozen=True, kw_only=True):
     """Fabric registration of a GPU changes. state: 0 unsupported to 3 completed; summary and mask as in NVML."""
 
@@ -78,7 +92,18 @@ class DriverGone(_Fault, frozen=True, kw_only=True):
     """The driver is unloaded: NVML cannot be used until a DriverReload."""
 
 
-Fault = Xid | Recover | Lost | LinkDown | FabricChange | RecoveryChange | RemapPending | DriverReload | DriverGone
+Fault = (
+    Xid
+    | Recover
+    | Lost
+    | LinkDown
+    | SwitchError
+    | FabricChange
+    | RecoveryChange
+    | RemapPending
+    | DriverReload
+    | DriverGone
+)
 
 
 def parse_fault(text: str | bytes) -> Fault:
@@ -89,6 +114,7 @@ def parse_fault(text: str | bytes) -> Fault:
         raise ValueError(f"not a fault: {error}") from None
 
 
+LINK_TEXT = "NVLink: fatal error detected on link {}(0x0, 0x0, 0x10000, 0x0, 0x0, 0x0, 0x0)"
 # What the driver prints after the code, in the forms of the NVIDIA open kernel modules.
 XID_TEXT = {
     13: "Graphics Exception: ESR 0x505730=0x107000e 0x505734=0x20 (GPC 1, TPC 0, SM 1)",
@@ -98,7 +124,7 @@ XID_TEXT = {
     48: "An uncorrectable double bit error (DBE) has been detected on GPU (FB partition 6, subpartition 0).",
     63: "Row Remapper: New row (0x00000000d4c8a0c0) marked for remapping, reset gpu to activate.",
     64: "Row Remapper: Error recording row (0x00000000d4c8a0c0) to the inforom",
-    74: "NVLink: fatal error detected on link 5(0x0, 0x0, 0x10000, 0x0, 0x0, 0x0, 0x0)",
+    74: LINK_TEXT.format(5),
     79: "GPU has fallen off the bus.",
     94: "Contained: SM (0x1). RST: No, D-RST: No",
     95: "Uncontained: LTC TAG (0x2,0x0). RST: Yes, D-RST: No",
@@ -106,6 +132,14 @@ XID_TEXT = {
     119: "Timeout after 6s of waiting for RPC response from GPU0 GSP! Expected function 76 (GSP_RM_CONTROL)",
     120: "GSP task exception: 0x5 @ pc:0x13c0d8c, task: 1",
 }
+# What the NVSwitch driver prints after code and link.
+SXID_TEXT = {
+    12020: "Crossbar ingress sequence ID error",
+    12028: "egress non-posted PRIV error",
+    20034: "LTSSM Fault Up",
+    22013: "Minion Link DLREQ interrupt",
+}
+LINK_XID = 74
 # After these the driver's own verdict is a reset (catalogue class RESET_GPU, and 48 and 74 on their own).
 RESET_XIDS = frozenset({46, 48, 62, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
 OFF_BUS_XID = 79

@@ -62,6 +62,9 @@ class FakeMachine:
             case faults.DriverReload() | faults.DriverGone():
                 self._driver(fault)
                 return
+            case faults.SwitchError():
+                self._switch(fault)
+                return
             case _:
                 gpu = self.state.find(fault.device)
         saved = gpu.saved
@@ -95,6 +98,27 @@ class FakeMachine:
             gpu.saved.lost = True
         elif fault.code in faults.RESET_XIDS:
             self._verdict(gpu, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
+
+    def _switch(self, fault: faults.SwitchError) -> None:
+        """Links go down first, then the switch tells of its error, then each GPU of the link that it misses."""
+        number = self.state.find_switch(fault.switch)
+        hit = [
+            (gpu, link)
+            for gpu in self.state.gpus
+            for link in range(self.state.board.nvlink.links)
+            if (end := self.state.switch_end(gpu, link)) is not None
+            and (end.switch, end.port if fault.port is not None else None) == (number, fault.port)
+        ]
+        for gpu, link in hit if fault.fatal else ():
+            gpu.saved.dead_links = sorted({*gpu.saved.dead_links, link})
+        address = self.state.board.switches[number].pci
+        severity = "Fatal" if fault.fatal else "Non-fatal"
+        text = fault.text or faults.SXID_TEXT.get(fault.code, "error")
+        where = "" if fault.port is None else f"Link {fault.port:02d} "
+        line = f"nvidia-nvswitch{number}: SXid (PCI:{address}): {fault.code:05d}, {severity}, {where}{text}"
+        kernel_log.append(self.roots.kmsg, line)
+        for gpu, link in hit if fault.fatal else ():
+            self._xid(gpu, faults.Xid(device=gpu.name, code=faults.LINK_XID, text=faults.LINK_TEXT.format(link)))
 
     def _verdict(self, gpu: FakeGpu, action: int) -> None:
         before, gpu.saved.recovery = gpu.saved.recovery, action
