@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 # Nodes that every CUDA process opens, as far as the driver made them.
 _CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 _CAPS = "nvidia-caps"
+_IMEX = "nvidia-caps-imex-channels"
+_CHANNEL_0 = f"{_IMEX}/channel0"
 
 
 def device_nodes(inventory: Inventory, roots: Roots, dynamic: frozenset[str] = frozenset()) -> dict[str, DeviceNodes]:
@@ -53,7 +55,7 @@ def whole_gpu(gpu: Gpu, roots: Roots) -> DeviceNodes:
         pci=str(gpu.pci),
         product=gpu.product,
         nodes=(_node(roots, f"nvidia{gpu.minor}"),),
-        control=_control(roots),
+        control=(*_control(roots), *_imex_channel(gpu, roots)),
         env={_variable(device_name(gpu.pci)): gpu.uuid},
     )
 
@@ -82,6 +84,33 @@ def _control(roots: Roots) -> tuple[DeviceNode, ...]:
     return tuple(_node(roots, name) for name in _CONTROL if (roots.dev / name).exists())
 
 
+def _imex_channel(gpu: Gpu, roots: Roots) -> tuple[DeviceNode, ...]:
+    """IMEX channel 0, for a GPU whose NVLink fabric spans nodes, where there is one.
+
+    Who has a channel can import the memory that others on it export, on all nodes of the IMEX domain, so a channel is
+    a tenant. Channel 0 is there only where an administrator made it (NVreg_CreateImexChannel0=1 or mknod), which
+    NVIDIA's IMEX guide describes as for nodes of one user. Others are somebody's to share out, and never given here.
+    """
+    if not gpu.fabric.cluster_uuid or gpu.mig_enabled:
+        return ()
+    path = roots.dev / _CHANNEL_0
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    if stat.S_ISCHR(found.st_mode) and found.st_rdev != (wanted := _device_number(roots, _IMEX, 0)):
+        numbers = f"{os.major(found.st_rdev)}:{os.minor(found.st_rdev)}"
+        logger.warning("%s is not IMEX channel 0 (%s, not %s) and is given to nobody", path, numbers, wanted)
+        return ()
+    return (_node(roots, _CHANNEL_0),)
+
+
+def _device_number(roots: Roots, driver: str, minor: int) -> int | None:
+    """As /proc/devices lists the driver; None where it does not."""
+    listed = re.search(rf"(?m)^ *(\d{{1,7}}) {driver}$", read_small(roots.proc / "devices"))
+    return os.makedev(int(listed[1]), minor) if listed else None
+
+
 def _variable(device: str) -> str:
     """Of this device alone, so that a container with several keeps all."""
     return "GPUNODE_" + re.sub(r"[^A-Z0-9]", "_", device.upper())
@@ -98,12 +127,12 @@ def _capability(access: Path, roots: Roots) -> DeviceNode:
 
 
 def _make_capability(roots: Roots, path: Path, minor: int) -> None:
-    listed = re.search(rf"(?m)^ *(\d+) {_CAPS}$", read_small(roots.proc / "devices"))
-    if listed is None:
+    number = _device_number(roots, _CAPS, minor)
+    if number is None:
         raise HardwareError(f"{roots.proc / 'devices'} lists no {_CAPS}: the driver does not offer MIG capabilities")
     try:
         path.parent.mkdir(mode=0o755, exist_ok=True)
-        os.mknod(path, 0o444 | stat.S_IFCHR, os.makedev(int(listed[1]), minor))
+        os.mknod(path, 0o444 | stat.S_IFCHR, number)
         path.chmod(0o444)
     except FileExistsError:
         return

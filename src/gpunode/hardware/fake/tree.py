@@ -13,6 +13,8 @@ from gpunode.hardware.sysfs import parse_pci
 _NVIDIA_MAJOR = 195
 _UVM_MAJOR = 510
 _CAPS_MAJOR = 511
+_IMEX_MAJOR = 509
+_IMEX = "nvidia-caps-imex-channels"
 _ACCESS = "DeviceFileMinor: {}\nDeviceFileMode: 292\nDeviceFileModify: 1"
 _CONTROL = {
     "nvidiactl": (_NVIDIA_MAJOR, 255),
@@ -46,6 +48,9 @@ def build(state: FakeState, roots: Roots) -> None:
     version = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {state.saved.driver_version}"
     _write(roots.proc / "driver/nvidia/version", version)
     majors = {"nvidia": _NVIDIA_MAJOR, "nvidiactl": _NVIDIA_MAJOR, "nvidia-uvm": _UVM_MAJOR, "nvidia-caps": _CAPS_MAJOR}
+    if state.board.fabric.cluster_uuid:  # as with the driver's option NVreg_CreateImexChannel0=1
+        majors[_IMEX] = _IMEX_MAJOR
+        character_device(roots.dev / _IMEX / "channel0", _IMEX_MAJOR, 0)
     listing = "\n".join(f"{major:3} {name}" for name, major in majors.items())
     _write(roots.proc / "devices", f"Character devices:\n{listing}\n\nBlock devices:\n  8 sd")
     write_capabilities(state, roots)
