@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.hardware.nvml import Nvml
@@ -11,6 +11,7 @@ from gpunode.hardware.sample import sample_all
 from gpunode.health.signals import GpuLost
 from gpunode.kube.events import ObjectRef, Recorder
 from gpunode.model.hardware import Inventory
+from gpunode.model.health import GpuSample
 
 logger = logging.getLogger(__name__)
 _RETRY_S = 5.0
@@ -43,7 +44,8 @@ class HardwareWatch:
     """Scans and polls every ten seconds, and at once when `wake` is called.
 
     `changed` is given each inventory that differs from the one before. While NVML does not answer the last one
-    stands: what cannot be asked has not changed, and a reload of the driver is no loss of GPUs.
+    stands: what cannot be asked has not changed, and a reload of the driver is no loss of GPUs. `mark` adds to the
+    samples what others than NVML know of the GPUs.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class HardwareWatch:
         current: Inventory,
         monitor: HealthMonitor,
         changed: Callable[[Inventory], None],
+        mark: Callable[[Sequence[GpuSample]], Sequence[GpuSample]] = tuple,
     ) -> None:
         self._scanner = scanner
         self._nvml = nvml
         self._current = current
         self._monitor = monitor
         self._changed = changed
+        self._mark = mark
         self._wake = asyncio.Event()
         self._error = ""
         self._fitted = asyncio.get_running_loop().time()
@@ -96,4 +100,5 @@ class HardwareWatch:
             self._current = scan.inventory
             self._changed(scan.inventory)
         lost = [GpuLost(gpu.pci, "NVML says that the GPU is lost") for gpu in scan.lost]
-        await self._monitor.put(*lost, *await asyncio.to_thread(sample_all, self._nvml, self._current))
+        samples = await asyncio.to_thread(sample_all, self._nvml, self._current)
+        await self._monitor.put(*lost, *self._mark(samples))

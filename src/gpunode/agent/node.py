@@ -12,6 +12,7 @@ from gpunode.agent.claim_status import ClaimStatuses
 from gpunode.agent.claims import LiveClaims, Lookout
 from gpunode.agent.faults import FaultOrders
 from gpunode.agent.inventory import HardwareWatch
+from gpunode.agent.leftovers import LeftoverWatch
 from gpunode.agent.libraries import DriverLibraries
 from gpunode.agent.machine import Machine
 from gpunode.agent.metrics import HealthCollector
@@ -97,11 +98,14 @@ class NodeAgent:
         state = options.state_dir / "health.json"
         health = HealthMachine(load_catalogue(options.xid_catalogue), counted)
         self._monitor = HealthMonitor(health, state, self._on_health, self._complain, self._in_charge)
-        self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
         self._statuses = ClaimStatuses(api, options.driver)
         self._libraries = DriverLibraries(machine.libraries, self._complain)
         self._engine, second_look = self._make_engine()
+        processes = OpenDevices(machine.roots.proc)
+        self._leftovers = LeftoverWatch(processes, self._engine.entries, lambda: self._inventory, machine.roots)
+        mark = self._leftovers.mark
+        self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware, mark)
         self._lookout = Lookout(second_look.run, self._on_held)
         paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
         self._succession = Succession(paths, options.driver, options.instance, self._publisher.poke)
@@ -161,6 +165,7 @@ class NodeAgent:
                 tasks.create_task(self._publisher.run())
                 tasks.create_task(self._monitor.run())
                 tasks.create_task(self._watch.run())
+                tasks.create_task(self._leftovers.run())
                 tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor, self._complain))
                 tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
                 tasks.create_task(self._on_health(transitions))
@@ -298,7 +303,7 @@ def _published_as_held(slices: Sequence[ResourceSlice]) -> frozenset[str]:
 
 def _event(transition: Transition) -> tuple[str, Literal["Normal", "Warning"]]:
     """Event reason and type of something that happened to a device."""
-    if transition.change == "cleared":
+    if transition.change == "cleared" and transition.dimension is not None:
         return "GpuRecovered", "Normal"
     if transition.level is Level.HEALTHY:
         return "GpuNotice", "Normal"

@@ -7,6 +7,7 @@ from gpunode.health.catalogue import LEVEL_OF_ACTION
 from gpunode.health.state import DeviceState
 from gpunode.model.health import Action, Clear, Dimension, GpuSample, Level
 
+LEFTOVERS = "leftover-processes"
 # Boards with page retirement (before A100) may retire 64 pages. Source: NVIDIA, dynamic page retirement.
 _MAX_RETIRED = 64
 _UNUSABLE_FABRIC = frozenset({"route-unhealthy", "access-timeout-recovery", "incorrect-configuration"})
@@ -105,7 +106,9 @@ def _leftovers(device: str, sample: GpuSample) -> list[rules.Seen]:
     if not sample.leftover_pids:
         return []
     pids = ", ".join(str(pid) for pid in sample.leftover_pids[:8])
-    return [_told(device, "leftover-processes", f"Processes without a pod use the GPU: {pids}")]
+    more = len(sample.leftover_pids) - 8
+    who = f"{pids} and {more} more" if more > 0 else pids
+    return [_told(device, LEFTOVERS, f"Processes have the GPU open although no claim holds it: pid {who}")]
 
 
 def missed_ecc(device: str, fresh: int, total: int) -> rules.Seen:

@@ -131,6 +131,8 @@ class Work:
             links_seen=max(state.links_seen, sample.links_active or 0),
             ecc=state.ecc if sample.ecc_uncorrected is None else sample.ecc_uncorrected,
         )
+        if sample.leftover_pids == ():
+            self._end_note(device, samples.LEFTOVERS, "nothing has the GPU open any more that should not")
         if state.ecc and sample.ecc_uncorrected == 0:
             self.end(device, Clear.RESET)
         self._lifetime(device, sample)
@@ -306,6 +308,14 @@ class Work:
             self._raise(seen.worse)
         if seen.code in rules.REPEATABLE and len(note.pids) >= self._policy.repeat_count:
             self._raise(rules.repeated(seen, len(note.pids)))
+
+    def _end_note(self, device: str, code: str, why: str) -> None:
+        """For what is harmless but lasts, so that its end is worth a word and its return another one."""
+        notes = self._get(device).notes
+        if code not in notes:
+            return
+        self._update(device, notes={kept: note for kept, note in notes.items() if kept != code})
+        self._transitions.append(Transition(self._now.text, device, None, code, "cleared", Level.HEALTHY, why))
 
     def _wait(self, effect: rules.Raise) -> bool:
         """Hold back a bare code from NVML while the kernel log line with its details may be on its way.

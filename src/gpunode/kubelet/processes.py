@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -28,18 +28,22 @@ class OpenDevices:
 
     def using(self, devices: Sequence[DeviceNodes]) -> Sequence[Leftover]:
         """Processes other than this one that have a device open; what cannot be read does not count."""
-        numbers = set()
-        for device in devices:
-            for path in own_nodes(device):
-                with suppress(OSError):
-                    numbers.add(os.stat(path).st_rdev)  # noqa: PTH116 (a number is wanted, not a Path)
-        numbers.discard(0)
-        if not numbers:
-            return []
-        return [self._leftover(pid) for pid in psutil.pids() if pid != os.getpid() and self._has_open(pid, numbers)]
+        by_number = {number: "" for device in devices for number in _numbers(device)}
+        return self._users(by_number).get("", [])
 
-    def _has_open(self, pid: int, numbers: set[int]) -> bool:
-        return any(number in numbers for number in self._open_numbers(pid))
+    def users(self, devices: Mapping[str, DeviceNodes]) -> Mapping[str, Sequence[Leftover]]:
+        """The same for each device by its key, in one walk through all processes; keys without a user are left out."""
+        return self._users({number: key for key, device in devices.items() for number in _numbers(device)})
+
+    def _users(self, keys: Mapping[int, str]) -> dict[str, list[Leftover]]:
+        found: dict[str, list[Leftover]] = {}
+        for pid in psutil.pids() if keys else ():
+            open_keys = {keys[number] for number in self._open_numbers(pid) if number in keys}
+            if open_keys and pid != os.getpid():
+                user = self._leftover(pid)
+                for key in open_keys:
+                    found.setdefault(key, []).append(user)
+        return found
 
     def _open_numbers(self, pid: int) -> Iterator[int]:
         with suppress(OSError), os.scandir(self._proc / str(pid) / "fd") as fds:
@@ -55,6 +59,14 @@ class OpenDevices:
             if found := _POD.search((self._proc / str(pid) / "cgroup").read_text(errors="replace")[:4096]):
                 pod = found.group(1).replace("_", "-")
         return Leftover(pid, command, pod)
+
+
+def _numbers(device: DeviceNodes) -> set[int]:
+    numbers = set()
+    for path in own_nodes(device):
+        with suppress(OSError):
+            numbers.add(os.stat(path).st_rdev)  # noqa: PTH116 (a number is wanted, not a Path)
+    return numbers - {0}
 
 
 def own_nodes(device: DeviceNodes) -> list[str]:

@@ -77,6 +77,7 @@ class GpuSample:
     ecc_uncorrected is the volatile count (since driver load or reset), the aggregate one survives both.
     fabric_state is unsupported, notStarted, inProgress or completed; fabric_faults names what its health mask
     reports (e.g. "route-unhealthy"). links_active and links_total count NVLinks. throttle names slowdown reasons.
+    leftover_pids: processes that have the GPU open although no claim holds it; None: nobody has looked.
     """
 
     uuid: str
@@ -95,7 +96,7 @@ class GpuSample:
     links_active: int | None = None
     links_total: int | None = None
     throttle: frozenset[str] = frozenset()
-    leftover_pids: tuple[int, ...] = ()
+    leftover_pids: tuple[int, ...] | None = None
     error: str = ""
 
 
