@@ -15,6 +15,7 @@ from gpunode.agent.options import AgentOptions
 from gpunode.agent.orders import new_order
 from gpunode.hardware import kmsg
 from gpunode.hardware.board import load_board
+from gpunode.hardware.fake import FakeMachine
 from gpunode.health.scenario import load_scenario
 from gpunode.kube.events import ObjectRef
 from gpunode.kube.kinds import ConfigMap
@@ -30,9 +31,8 @@ def scenario(*steps: str) -> str:
     return f"name: test\ndescription: A test.\nsteps:\n{lines}"
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    options = AgentOptions(
+def options(tmp_path: Path) -> AgentOptions:
+    return AgentOptions(
         node="node-1",
         kubeconfig=None,
         driver="gpu.gpunode.dev",
@@ -44,7 +44,11 @@ def machine(tmp_path: Path) -> Machine:
         state_dir=tmp_path,
         metrics_port=0,
     )
-    return open_machine(options)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return open_machine(options(tmp_path))
 
 
 def lines(machine: Machine) -> list[str]:
@@ -134,6 +138,90 @@ async def test_a_scenario_is_played_in_order_and_at_its_times(machine: Machine) 
     assert codes.count("45") == 2000
     assert 0 < codes.index("79") < len(codes) - 2
     assert codes[-1] == "31"
+
+
+LONG = (
+    "at: 0, do: xid, gpu: 0, code: 13",
+    "at: 0.5, do: xid, gpu: 1, code: 31",
+    "at: 0.5, do: storm, gpu: 1, code: 45, count: 30, seconds: 0.3",
+    "at: 0.6, do: off-the-bus, gpu: 2",
+    "at: 4, do: xid, gpu: 3, code: 43",
+)
+
+
+def codes(machine: Machine) -> list[int]:
+    return [int(line.split("): ")[1].split(",")[0]) for line in lines(machine) if "Xid" in line]
+
+
+async def cut_short(machine: Machine, after: float) -> None:
+    """An agent that plays LONG from an order on and ends so many seconds later."""
+    assert machine.execute is not None
+    rest = await machine.execute(new_order(scenario=scenario(*LONG)), lambda: None)
+    assert rest is not None
+    task = asyncio.create_task(rest)
+    await asyncio.sleep(after)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def resume(machine: Machine) -> int:
+    """What the next agent does; how many scenarios went on."""
+    rest = machine.resume(lambda: None)
+    await asyncio.gather(*rest)
+    return len(rest)
+
+
+async def test_a_scenario_goes_on_after_a_restart_with_what_was_missed_and_what_is_to_come(tmp_path: Path) -> None:
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    first = open_machine(options(tmp_path))
+    await cut_short(first, 0.2)
+    assert codes(first) == [13]
+    await asyncio.sleep(0.9)
+    second = open_machine(options(tmp_path))
+    task = asyncio.create_task(resume(second))
+    while len(codes(second)) < 33 and clock() - began < 4:
+        await asyncio.sleep(0.01)
+    missed = codes(second)
+    assert clock() - began < 3.9 and 43 not in missed, "what was missed happens at once"
+    assert await task == 1
+    assert clock() - began >= 3.99, "what is to come happens at its time"
+    assert codes(second) == [*missed, 43]
+    assert (missed[:2], missed.count(45), missed.count(79)) == ([13, 31], 30, 1)
+    assert missed.index(79) > missed.index(45)
+    assert await resume(open_machine(options(tmp_path))) == 0, "it is over"
+
+
+async def test_a_restart_in_the_middle_of_a_storm_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    await cut_short(open_machine(options(tmp_path)), 0.65)
+    for _ in range(3):
+        machine = open_machine(options(tmp_path))
+        task = asyncio.create_task(resume(machine))
+        await asyncio.sleep(0.04)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    machine = open_machine(options(tmp_path))
+    assert await resume(machine) == 1
+    assert sorted(codes(machine)) == sorted([13, 31, *[45] * 30, 79, 43])
+
+
+async def test_a_reboot_ends_a_scenario(tmp_path: Path) -> None:
+    await cut_short(open_machine(options(tmp_path)), 0.2)
+    FakeMachine.create(load_board("dgx-a100-80"), "node-1", tmp_path / "fake", boot_id="another")
+    machine = open_machine(options(tmp_path))
+    assert await resume(machine) == 0
+    assert codes(machine) == []
+
+
+async def test_a_scenario_that_is_not_understood_any_more_is_dropped(tmp_path: Path) -> None:
+    fake = FakeMachine.create(load_board("dgx-a100-80"), "node-1", tmp_path / "fake")
+    fake.begin("old", scenario("at: 0, do: what-was-once-possible"))
+    assert await resume(open_machine(options(tmp_path))) == 0
+    assert open_machine(options(tmp_path)).resume(lambda: None) == []
+
+
+def test_real_hardware_has_nothing_to_go_on_with(machine: Machine) -> None:
+    assert Machine(machine.nvml, machine.roots).resume(lambda: None) == ()
 
 
 @pytest.mark.parametrize("name", ["link-down", "remap-failed", "lost-silently", "mig-partition", "fabric-degraded"])

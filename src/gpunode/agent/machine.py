@@ -4,8 +4,11 @@ import asyncio
 import logging
 import stat
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -14,9 +17,10 @@ from gpunode.agent.options import AgentOptions
 from gpunode.hardware.driver import DriverRoot, load_nvml
 from gpunode.hardware.fake import FakeMachine, Fault, Recover, Xid
 from gpunode.hardware.fake.faults import parse_fault
+from gpunode.hardware.fake.state import Play
 from gpunode.hardware.nvml import Nvml
 from gpunode.hardware.roots import Roots
-from gpunode.health.scenario import TimedFault, expand, parse_scenario
+from gpunode.health.scenario import ScenarioError, TimedFault, expand, parse_scenario
 from gpunode.kubelet.cdi import NOTHING, CommonEdits
 from gpunode.kubelet.timeslice import run_command
 from gpunode.kubelet.toolkit import TOOL, common_edits
@@ -35,11 +39,17 @@ Changed = Callable[[], None]
 # Carries an order out; what is returned is still to be run (a scenario takes its time). Raises LookupError for a device
 # that is not here, ValueError for a scenario that is not one.
 Execute = Callable[[FaultOrder, Changed], Awaitable[Coroutine[None, None, None] | None]]
+Resume = Callable[[Changed], Sequence[Coroutine[None, None, None]]]
+
+
+def _nothing_to_resume(_changed: Changed) -> Sequence[Coroutine[None, None, None]]:
+    return ()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`execute` carries out fault orders; None on real hardware, which takes no such orders.
+    """`execute` carries out fault orders; None on real hardware, which takes no such orders. `resume` goes on with the
+    scenarios of orders that an earlier agent could not finish; what it returns is still to be run.
 
     libraries: asks what containers get besides device nodes; raises HardwareError. run: how driver tools are run.
     """
@@ -47,6 +57,7 @@ class Machine:
     nvml: Nvml
     roots: Roots
     execute: Execute | None = None
+    resume: Resume = _nothing_to_resume
     libraries: Callable[[], CommonEdits] = lambda: NOTHING
     run: Callable[[Sequence[str]], None] = run_command
 
@@ -59,14 +70,14 @@ def open_machine(options: AgentOptions) -> Machine:
 
     async def execute(order: FaultOrder, changed: Changed) -> Coroutine[None, None, None] | None:
         if order.scenario:
-            scenario = parse_scenario(order.scenario, f"order {order.id}")
-            return _play(fake, expand(scenario, len(fake.state.gpus)), changed)
+            script = _script(fake, order.id, order.scenario)
+            return _play(fake, script, await asyncio.to_thread(fake.begin, order.id, order.scenario), changed)
         fault = Recover(device=order.device) if order.xid is None else Xid(device=order.device, code=order.xid)
         await asyncio.to_thread(fake.inject, fault)
         changed()
         return None
 
-    return Machine(fake.nvml, fake.roots, execute, run=_tell_nobody)
+    return Machine(fake.nvml, fake.roots, execute, partial(_resume, fake), run=_tell_nobody)
 
 
 def _real(root: DriverRoot) -> Machine:
@@ -83,14 +94,35 @@ def _real(root: DriverRoot) -> Machine:
     return Machine(load_nvml(root), Roots.real(), libraries=libraries, run=run)
 
 
-async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Changed) -> None:
-    """Each fault at its time. A disk that is full ends it, and is told."""
-    began = looked = time.monotonic()
+def _script(fake: FakeMachine, order: str, scenario: str) -> Iterator[TimedFault]:
+    """Raises ScenarioError."""
+    return expand(parse_scenario(scenario, f"order {order}"), len(fake.state.gpus))
+
+
+def _resume(fake: FakeMachine, changed: Changed) -> list[Coroutine[None, None, None]]:
+    """Scenarios that were under way when the agent before this one ended. What should have happened since happens at
+    once, in order."""
+    rest = []
+    for play in list(fake.state.saved.playing):
+        try:
+            script = _script(fake, play.order, play.scenario)
+        except ScenarioError as error:  # of a newer or older version of ours
+            logger.error("a fault scenario is not gone on with: %s", error)
+            fake.end(play)
+            continue
+        logger.warning("fault scenario of order %s goes on after %d faults", play.order, play.done)
+        rest.append(_play(fake, islice(script, play.done, None), play, changed))
+    return rest
+
+
+async def _play(fake: FakeMachine, script: Iterator[TimedFault], play: Play, changed: Changed) -> None:
+    """Each fault at its time. A disk that is full ends it, and is told. Whoever cancels it can have it gone on with."""
+    looked = time.monotonic()
     due: list[Fault] = []
 
     async def happen() -> None:
         nonlocal looked
-        await asyncio.to_thread(fake.inject, *due)
+        await asyncio.to_thread(partial(fake.inject, *due, of=play))
         due.clear()
         if time.monotonic() - looked >= _LOOK_S:
             looked = time.monotonic()
@@ -98,16 +130,24 @@ async def _play(fake: FakeMachine, script: Iterable[TimedFault], changed: Change
 
     try:
         for timed in script:
-            wait = began + timed.at - time.monotonic()
+            wait = _until(play.began + timed.at)
             if due and (wait > _TOGETHER_S or len(due) >= _MAX_TOGETHER):
                 await happen()
             if wait > _TOGETHER_S:
-                await asyncio.sleep(began + timed.at - time.monotonic())
+                await asyncio.sleep(_until(play.began + timed.at))
             due.append(parse_fault(msgspec.json.encode(timed.fault)))
         await happen()
+        await asyncio.to_thread(fake.end, play)
     except (OSError, LookupError) as error:
         logger.error("a fault scenario ended early: %s", error)
+        with suppress(OSError):
+            await asyncio.to_thread(fake.end, play)
     changed()
+
+
+def _until(moment: float) -> float:
+    """Seconds until a moment of the clock that agents of one boot share."""
+    return moment - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _tell_nobody(_command: Sequence[str]) -> None:

@@ -178,6 +178,8 @@ class NodeAgent:
                     done = self._options.state_dir / "fault-orders-done.json"
                     orders = FaultOrders(self._api, self._recorder, self._about, done, self._execute)
                     tasks.create_task(orders.run())
+                for rest in self._machine.resume(self._watch.wake):
+                    tasks.create_task(rest)
         finally:
             await self._plugin.stop()
             self._engine.close()

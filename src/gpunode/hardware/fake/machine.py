@@ -1,5 +1,6 @@
 """A fake machine as a whole: what an agent on fake hardware is given, and how faults reach it."""
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from gpunode.hardware.fake import faults, kernel_log, tree
 from gpunode.hardware.fake.faults import Fault
 from gpunode.hardware.fake.handles import device_handle
 from gpunode.hardware.fake.nvml import FakeNvml
-from gpunode.hardware.fake.state import NO_INSTANCE, FakeGpu, FakeState, fresh_gpu, load_state
+from gpunode.hardware.fake.state import NO_INSTANCE, FakeGpu, FakeState, Play, fresh_gpu, load_state
 from gpunode.hardware.roots import Roots
 
 
@@ -46,13 +47,29 @@ class FakeMachine:
             kernel_log.append(roots.kmsg, f"NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  {version}")
         return cls(state, FakeNvml(state), roots)
 
-    def inject(self, *given: Fault) -> None:
-        """Makes the faults happen now, in this order. Raises LookupError at the first one with a device that this
-        machine does not have."""
+    def begin(self, order: str, scenario: str) -> Play:
+        """Remembers a scenario that begins now, so that it outlives this process. A reboot ends it."""
+        with self.state.changed:
+            play = Play(order=order, scenario=scenario, began=time.clock_gettime(time.CLOCK_BOOTTIME))
+            self.state.saved.playing.append(play)
+            self.state.save()
+            return play
+
+    def end(self, play: Play) -> None:
+        """Nothing of the scenario is to come any more."""
+        with self.state.changed:
+            self.state.saved.playing = [one for one in self.state.saved.playing if one is not play]
+            self.state.save()
+
+    def inject(self, *given: Fault, of: Play | None = None) -> None:
+        """Makes the faults happen now, in this order. of: the scenario that they are the next ones of. Raises
+        LookupError at the first one with a device that this machine does not have."""
         with self.state.changed:
             try:
                 for fault in given:
                     self._apply(fault)
+                    if of is not None:
+                        of.done += 1
             finally:
                 self.state.save()
                 self.state.changed.notify_all()

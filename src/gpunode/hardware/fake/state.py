@@ -50,6 +50,16 @@ class GpuSaved(msgspec.Struct, kw_only=True):
     instances: list[MigInstance] = []
 
 
+class Play(msgspec.Struct, kw_only=True):
+    """A fault scenario that is under way. began: seconds since the host booted (CLOCK_BOOTTIME). done: how many of its
+    faults have happened; they are counted in the same file in which they take effect."""
+
+    order: str
+    scenario: str
+    began: float
+    done: int = 0
+
+
 class MachineSaved(msgspec.Struct, kw_only=True):
     """Content of machine.json beside the fake's trees. board: digest of the profile. host_boot: the real boot id."""
 
@@ -60,6 +70,7 @@ class MachineSaved(msgspec.Struct, kw_only=True):
     driver_version: str
     driver_loaded: bool = True
     gpus: list[GpuSaved] = []
+    playing: list[Play] = []
 
 
 @dataclass
