@@ -13,13 +13,13 @@ from gpunode.agent.faults import FaultOrders
 from gpunode.agent.machine import Machine, open_machine
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.orders import new_order
-from gpunode.hardware import kmsg
 from gpunode.hardware.board import load_board
 from gpunode.hardware.fake import FakeMachine
 from gpunode.health.scenario import load_scenario
 from gpunode.kube.events import ObjectRef
 from gpunode.kube.kinds import ConfigMap
 from gpunode.model.faults import MAX_SCENARIO, FaultOrder, encode_orders, parse_orders
+from gpunode.model.kmsg import parse_record
 from gpunode.model.meta import ObjectMeta
 
 GPU = "gpu-0000-07-00-0"
@@ -52,7 +52,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def lines(machine: Machine) -> list[str]:
-    records = [kmsg.parse_record(line) for line in machine.roots.kmsg.read_text().splitlines()]
+    records = [parse_record(line) for line in machine.roots.kmsg.read_text().splitlines()]
     return [record.text for record in records if record]
 
 

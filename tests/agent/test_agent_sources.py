@@ -13,13 +13,17 @@ import gpunode.agent.inventory as module
 from gpunode.agent.inventory import DriverReplacedError, HardwareWatch
 from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
+from gpunode.hardware import kmsg
 from gpunode.hardware.board import load_board
 from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine, Recover, Xid, kernel_log
 from gpunode.hardware.fake.faults import DriverGone, DriverReload, Lost, RemapPending
 from gpunode.hardware.rescan import Scanner
 from gpunode.health.devices import DeviceMap, device_map
+from gpunode.health.parse import Pending, parse
 from gpunode.health.policy import Policy
+from gpunode.health.replay import read_records
+from gpunode.health.signals import Signal, XidSignal
 from gpunode.health.state import HealthState
 from gpunode.model.hardware import Inventory
 from gpunode.model.health import Dimension, Level
@@ -192,3 +196,57 @@ async def test_a_fault_of_one_gpu_changes_nothing_about_another(machine: FakeMac
         await until(lambda: monitor.health.of(FIRST).level is Level.UNHEALTHY)
         await asyncio.sleep(0.5)
         assert set(monitor.health.devices) == {FIRST}
+
+
+OFF_BUS = (
+    "NVRM: The NVIDIA GPU 0000:07:00.0 (PCI ID: 10de:20b2)\nNVRM: installed in this system has\n"
+    "NVRM: fallen off the bus and is not responding to commands."
+)
+TEXTS = [
+    OFF_BUS,
+    *OFF_BUS.split("\n"),
+    XID_79,
+    "NVRM: Xid (PCI:0000:07:00): 13, pid=7, name=b\nNVRM: Xid, Graphics Exception",
+    "NVRM: Xid (PCI:0000:07:00): 31, pid=7, name=\\x0aNVRM: GP, MMU Fault",
+    "NVRM: Xid (PCI:0000:07:00): 43, pid=7, name=zählen, Ch 00000008",
+    "EXT4-fs: file a\n" + XID_79,
+    "EXT4-fs: file a\\x0a" + XID_79,
+    "nvidia-nvswitch1: SXid (PCI:0000:c5:00.0): 20034, Fatal, Link 07 LTSSM; Fault Up",
+    "plain; 1,2,3,-;" + XID_79,
+    "",
+]
+
+
+async def test_the_live_log_and_a_replay_of_it_tell_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    for text in TEXTS:
+        kernel_log.append(log, text)
+        with log.open("a") as file:
+            file.write(f" SUBSYSTEM=pci\n DEVICE=+pci:0000:07:00.0\n {XID_79}\n")
+    recorded = [record.text for record in read_records(log.read_text().splitlines(keepends=True))]
+    assert [text for text in recorded if not text.startswith(" ")] == TEXTS
+    async with kmsg.follow(log) as stream:
+        live = [(await asyncio.wait_for(anext(stream), 5)).text for _ in TEXTS]
+    assert live == TEXTS
+    assert signals_of(recorded) == signals_of(live)
+    told = [type(s).__name__ if not isinstance(s, XidSignal) else s.code for s in signals_of(live)]
+    assert told == ["FallenOffBus", "FallenOffBus", 79, 13, 31, 43, "SxidSignal"]
+
+
+def signals_of(texts: list[str]) -> list[Signal]:
+    found: list[Signal] = []
+    pending = Pending()
+    for text in texts:
+        signals, pending = parse(text, pending)
+        found += signals
+    return found
+
+
+async def test_a_message_of_three_lines_in_one_record_is_heard(machine: FakeMachine, tmp_path: Path) -> None:
+    """As the driver prints it: one printk, whose line ends /dev/kmsg shows as \\x0a."""
+    heard = Heard()
+    log = tmp_path / "kmsg"
+    kernel_log.append(log, OFF_BUS)
+    async with watched(machine, heard, tmp_path / "h.json", log):
+        await until(lambda: bool(heard.changes(FIRST)))
+    assert heard.changes(FIRST) == [("79", "raised")]

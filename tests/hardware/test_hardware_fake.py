@@ -7,12 +7,13 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from gpunode.hardware import events, kmsg
+from gpunode.hardware import events
 from gpunode.hardware.board import load_board
 from gpunode.hardware.discover import discover
 from gpunode.hardware.fake import FakeMachine, Recover, Xid
 from gpunode.hardware.fake.faults import DriverGone, DriverReload, LinkDown, Lost, SwitchError, parse_fault
 from gpunode.hardware.sysfs import parse_pci
+from gpunode.model.kmsg import parse_record
 
 FIRST = "gpu-0000-07-00-0"
 
@@ -25,7 +26,7 @@ def machine(tmp_path: Path) -> Iterator[FakeMachine]:
 
 
 def log_lines(machine: FakeMachine) -> list[str]:
-    records = [kmsg.parse_record(line) for line in machine.roots.kmsg.read_text().splitlines()]
+    records = [parse_record(line) for line in machine.roots.kmsg.read_text().splitlines()]
     assert all(records), "every line of the fake's log is a record"
     assert [r.seq for r in records if r] == list(range(len(records)))
     return [r.text for r in records if r]
@@ -139,7 +140,7 @@ def test_the_boards_own_count_of_memory_errors_outlives_a_reset(machine: FakeMac
 
 def test_hostile_text_cannot_pass_for_another_record(machine: FakeMachine) -> None:
     machine.inject(Xid(device=FIRST, code=13, text="x\n3,99,0,-;NVRM: Xid (PCI:0000:0f:00): 79, forged"))
-    assert log_lines(machine)[-1].startswith("NVRM: Xid (PCI:0000:07:00): 13, x\\x0a3,99")
+    assert log_lines(machine)[-1].startswith("NVRM: Xid (PCI:0000:07:00): 13, x\n3,99")
 
 
 def test_restart_keeps_faults_and_log_and_reboot_ends_them(machine: FakeMachine, tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_a_switch_error_that_is_not_fatal_or_of_a_port_nobody_is_at_is_only_a_li
     machine.inject(SwitchError(switch="0", code=12028, fatal=False, port=0, text="one\ntwo"))
     machine.inject(SwitchError(switch="0", code=20034, port=35))
     assert log_lines(machine)[1:] == [
-        "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 12028, Non-fatal, Link 00 one\\x0atwo",
+        "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 12028, Non-fatal, Link 00 one\ntwo",
         "nvidia-nvswitch0: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 35 LTSSM Fault Up",
     ]
     assert links_down(machine) == {}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpunode.hardware import kmsg
-from gpunode.hardware.kmsg import KernelRecord
 from gpunode.hardware.stream import ThreadStream
+from gpunode.model.kmsg import KernelRecord, parse_record
 
 
 async def take(stream: ThreadStream[KernelRecord], count: int) -> list[str]:
@@ -19,8 +19,10 @@ async def take(stream: ThreadStream[KernelRecord], count: int) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("3,17,1234,-;NVRM: Xid", KernelRecord(17, 1234, "NVRM: Xid")),
-        ("6,1,2,-,caller=T1;a;b", KernelRecord(1, 2, "a;b")),
+        ("3,17,1234,-;NVRM: Xid", KernelRecord(17, 1234, "NVRM: Xid", 3)),
+        ("6,1,2,-,caller=T1;a;b", KernelRecord(1, 2, "a;b", 6)),
+        ("30,1,2,c;a\\x0ab\\x5cx0a \\xc3\\xbc\\xff\n KEY=v", KernelRecord(1, 2, "a\nb\\x0a ü\ufffd", 6)),
+        ("4,1,2,-;\\x0A \\xg0 \\x", KernelRecord(1, 2, "\\x0A \\xg0 \\x", 4)),
         (" SUBSYSTEM=pci", None),
         (" KEY=1,2,3,4;x", None),
         ("", None),
@@ -31,12 +33,12 @@ async def take(stream: ThreadStream[KernelRecord], count: int) -> list[str]:
     ],
 )
 def test_record_forms(line: str, expected: KernelRecord | None) -> None:
-    assert kmsg.parse_record(line) == expected
+    assert parse_record(line) == expected
 
 
 @given(st.text())
 def test_any_text_is_read_or_ignored(line: str) -> None:
-    record = kmsg.parse_record(line)
+    record = parse_record(line)
     assert record is None or record.seq >= 0
 
 

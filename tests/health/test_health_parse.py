@@ -153,10 +153,36 @@ def test_fallen_off_the_bus_in_one_record() -> None:
         assert parse(text) == ((FallenOffBus(GPU),), Pending())
 
 
+FORGED = [
+    f"EXT4-fs: bad file a\n{X}): 79, off",
+    f"EXT4-fs: bad file a\\x0a{X}): 79, off",
+    f"NVRM: GPU note\\x0a{X}): 79, off",
+]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_a_name_with_a_newline_in_it_forges_nothing(text: str) -> None:
+    """Nor do the characters of an escape, which the kernel escapes once more."""
+    assert parse(text)[0] == ()
+    assert parse(parse_record(f"3,5,6,-;{printed(text)}\n").text)[0] == ()
+
+
 @pytest.mark.parametrize("newline", ["\n", "\\x0a"])
-def test_a_name_with_a_newline_in_it_forges_nothing(newline: str) -> None:
-    assert parse(f"EXT4-fs: bad file a{newline}{X}): 79, off")[0] == ()
-    assert parse(f"NVRM: GPU note{newline}{X}): 79, off")[0] == (XidSignal(GPU, 79, text="off"),)
+@pytest.mark.parametrize("more", [f"{X}): 79, off", *OFF_BUS, "GPU reset executed: GPU-x"])
+def test_the_name_in_an_xid_forges_nothing(newline: str, more: str) -> None:
+    for forged in (parse_record(f"{X}): 13, pid=5, name=a{newline}{more}, Ch 8").text, f"{X}): 13, pid=5\n{more}"):
+        signals, pending = parse(forged)
+        assert [signal.code for signal in signals if isinstance(signal, XidSignal)] == [13]
+        assert (len(signals), pending) == (1, Pending())
+
+
+def test_a_driver_record_of_several_lines_is_read_to_its_xid() -> None:
+    assert parse(f"NVRM: GPU note\n{X}): 79, off\n{X}): 48, more")[0] == (XidSignal(GPU, 79, text="off"),)
+
+
+def printed(text: str) -> str:
+    """A text as /dev/kmsg shows it."""
+    return "".join(c if " " <= c < "\x7f" and c != "\\" else "".join(f"\\x{b:02x}" for b in c.encode()) for c in text)
 
 
 def test_an_unsupported_board_is_not_off_the_bus() -> None:

@@ -10,36 +10,17 @@ import select
 import stat
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpunode.hardware.stream import Put, ThreadStream
+from gpunode.model.kmsg import KernelRecord, parse_record
 
 logger = logging.getLogger(__name__)
 
 # The kernel's own limit of a record with its dictionary (CONSOLE_EXT_LOG_MAX).
 _MAX_RECORD = 8192
-_MAX_TEXT = 4096
 _POLL_S = 0.1
 _RETRY_S = 1.0
-
-
-@dataclass(frozen=True)
-class KernelRecord:
-    """One line of the kernel log. seq rises by one a record; usec: microseconds since boot."""
-
-    seq: int
-    usec: int
-    text: str
-
-
-def parse_record(line: str) -> KernelRecord | None:
-    """`prio,seq,usec,flags[,...];text`; None for continuation lines (" KEY=value") and anything else."""
-    head, separator, text = line.partition(";")
-    fields = head.split(",")
-    if not separator or len(fields) < 4 or not all(f.isascii() and f.isdecimal() and len(f) <= 20 for f in fields[:3]):
-        return None
-    return KernelRecord(int(fields[1]), int(fields[2]), text.rstrip("\n")[:_MAX_TEXT])
 
 
 def follow(
@@ -101,7 +82,7 @@ def _follow_device(path: Path, keep: Put[KernelRecord], stopped: threading.Event
             if not data:
                 stopped.wait(_POLL_S)
                 continue
-            record = parse_record(data.decode("utf-8", "replace").partition("\n")[0])
+            record = parse_record(data.decode("utf-8", "replace"))
             if record is not None:
                 keep(record)
     finally:

@@ -18,16 +18,16 @@ from gpunode.health.signals import (
     SxidSignal,
     XidSignal,
 )
+from gpunode.model import kmsg
 from gpunode.model.hardware import PciAddress
 from gpunode.model.health import RecoveryAction
 
-MAX_LINE = 4096
+MAX_LINE = kmsg.MAX_TEXT
 # Lines that may stand between "The NVIDIA GPU ..." and "fallen off the bus" before the first is forgotten.
 _MAX_GAP = 8
 
 _HEX = "[0-9a-fA-F]"
 _PCI = rf"({_HEX}{{4,8}}):({_HEX}{{2}}):({_HEX}{{2}})(?:\.([0-7]))?"
-_RECORD = re.compile(r"(?a)(\d{1,4}),(\d{1,20}),(\d{1,20}),[^;]{0,64};")
 # What dmesg, syslog and journald put before the kernel's own text.
 _DMESG = re.compile(r"(?a)(?:<\d{1,4}>)?\[ {0,12}(\d{1,12})\.(\d{6})\](?:\[ {0,5}[CT]\d{1,6}\])? ")
 _SYSLOG = re.compile(
@@ -93,12 +93,10 @@ class Pending:
 
 def parse_record(line: str) -> Record:
     """A raw /dev/kmsg record, or a line of dmesg, syslog or `journalctl -k`, without what stands before its text."""
-    line = line[:MAX_LINE]
-    if match := _RECORD.match(line):
-        priority, sequence, usec = (int(part) for part in match.groups())
-        text = line[match.end() :].split("\n", 1)[0]
-        return Record(text, usec / 1e6, sequence, priority & 7)
-    text, wall = line.rstrip("\r\n"), None
+    if (raw := kmsg.parse_record(line)) is not None:
+        return Record(raw.text, raw.usec / 1e6, raw.seq, raw.level)
+    # Some tools print the escapes of /dev/kmsg as they are.
+    text, wall = line[:MAX_LINE].rstrip("\r\n").replace("\\x0a", "\n"), None
     if match := _SYSLOG.match(text):
         text, wall = text[match.end() :], _wall(match[1])
     if match := _DMESG.match(text):
@@ -116,16 +114,17 @@ def _wall(text: str | None) -> float | None:
 def parse(text: str, pending: Pending = Pending()) -> tuple[tuple[Signal, ...], Pending]:
     """Signals of one record's text, and what is left half read for the next call.
 
-    Never raises; text that is no GPU message gives no signal. A newline inside a record may also stand as the four
-    characters \\x0a, as /dev/kmsg writes it. Only the driver's own records are read past their first line: others
-    may quote names that a user chose, newlines included.
+    Never raises; text that is no GPU message gives no signal. Only the driver's own records are read past their first
+    line, and they only up to an XID: others, and XIDs, quote names that a user chose, newlines included.
     """
-    lines = text[:MAX_LINE].replace("\\x0a", "\n").split("\n")
+    lines = text[:MAX_LINE].split("\n")
     signals = []
     for line in lines if lines[0].startswith("NVRM: ") else lines[:1]:
         signal, pending = _parse_line(line, pending)
         if signal:
             signals.append(signal)
+        if isinstance(signal, XidSignal | RecoveryActionChanged):
+            break
     return tuple(signals), pending
 
 

@@ -12,9 +12,9 @@ _TAIL = 16 * 1024
 
 
 def append(path: Path, text: str) -> None:
-    """One record `prio,seq,usec,-;text`. Line ends and other control characters become \\xNN, as the kernel writes
+    """One record `prio,seq,usec,-;text`. All but printable ASCII, and the backslash, become \\xNN, as the kernel writes
     them, so that a text cannot pass for another record. usec: microseconds since boot."""
-    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    safe = "".join(chr(b) if 0x20 <= b < 0x7F and b != 0x5C else f"\\x{b:02x}" for b in text.encode())
     if path.exists() and stat.S_ISCHR(path.stat().st_mode):
         with path.open("wb", buffering=0) as device:
             device.write(f"<{_PRIORITY}>{safe}".encode())
