@@ -32,12 +32,13 @@ def parse_record(line: str) -> KernelRecord | None:
     The kernel writes control characters, the backslash and all beyond ASCII as \\xNN. They are what they were again in
     `text`, so that a line end in it is one that was printed, and the characters of an escape are only ever text.
     """
-    head = _HEAD.match(line[: 2 * MAX_TEXT])
+    head = _HEAD.match(line)
     if head is None:
         return None
-    priority, seq, usec = (int(number) for number in head.groups())
-    text = line[head.end() : head.end() + 4 * MAX_TEXT].split("\n", 1)[0]
-    return KernelRecord(seq, usec, unescaped(text)[:MAX_TEXT], priority & 7)
+    priority, seq, usec = head.groups()
+    # An escape takes four characters.
+    text = line[head.end() : head.end() + 4 * MAX_TEXT].partition("\n")[0]
+    return KernelRecord(int(seq), int(usec), unescaped(text)[:MAX_TEXT], int(priority) & 7)
 
 
 def unescaped(text: str) -> str:
