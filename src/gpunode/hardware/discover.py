@@ -143,7 +143,9 @@ def links(nvml: Nvml, handle: Handle, by_pci: dict[PciAddress, str]) -> tuple[Li
     """The NVLinks a GPU has, up or down. by_pci: UUIDs of the node's GPUs, to name direct peers."""
     found = _links(nvml, handle, by_pci)
     ports = _switch_ports(nvml, handle, [link.index for link in found if link.switch is not None])
-    return tuple(replace(link, port=ports[link.index]) if link.index in ports else link for link in found)
+    return tuple(
+        Link(k.index, k.active, k.peer, k.version, k.switch, ports[k.index]) if k.index in ports else k for k in found
+    )
 
 
 def _links(nvml: Nvml, handle: Handle, by_pci: dict[PciAddress, str]) -> list[Link]:

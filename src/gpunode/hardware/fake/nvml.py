@@ -36,6 +36,7 @@ _ARCHITECTURES = {
 }
 _SUPPORTED_EVENTS = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 _MAX_MIG = 7
+_GPU_ONLY = (Kind.GPU,)
 # These replace faulty memory by pages; rows came with Ampere.
 _PAGE_RETIREMENT = ("Volta", "Turing")
 # Compute slices by compute instance profile; numbers are NVML's.
@@ -53,10 +54,11 @@ class FakeNvml:
 
     def __init__(self, state: FakeState) -> None:
         self.state = state
+        self._switch_infos: dict[int, Any] = {}
 
     def __getattribute__(self, name: str) -> Any:
         """A function that the (older) driver lacks fails when it is called, as in pynvml."""
-        if name.startswith("nvml") and name in object.__getattribute__(self, "state").missing:
+        if name[:4] == "nvml" and name in object.__getattribute__(self, "state").missing:
             return lambda *_args, **_kwargs: fail(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return object.__getattribute__(self, name)
 
@@ -164,7 +166,12 @@ class FakeNvml:
         if (peer := self._peer(gpu, link)) is not None:
             return self._pci_info(peer.pci, self.state.board.pci_device_id)
         end = self._switch_end(gpu, link)
-        return self._pci_info(end.pci, "0x0") if end else fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if end is None:
+            fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        infos = self._switch_infos
+        if end.switch not in infos:
+            infos[end.switch] = self._pci_info(end.pci, "0x0")
+        return infos[end.switch]
 
     def nvmlDeviceGetP2PStatus(self, device1: Handle, device2: Handle, p2pIndex: int) -> int:
         a, b = self._gpu(device1), self._gpu(device2)
@@ -461,7 +468,11 @@ class FakeNvml:
         return self._lookup(handle, Kind.GPU, Kind.MIG)
 
     def _gpu(self, handle: Handle) -> FakeGpu:
-        return self._lookup(handle, Kind.GPU)[0]
+        """What most functions begin with; an attribute of this object costs more than elsewhere."""
+        state = self.state
+        if state.initialized <= 0:
+            fail(pynvml.NVML_ERROR_UNINITIALIZED)
+        return lookup(state, handle, _GPU_ONLY)[0]
 
     def _mig(self, handle: Handle) -> tuple[FakeGpu, MigInstance]:
         gpu, instance = self._lookup(handle, Kind.MIG)
