@@ -283,6 +283,28 @@ async def test_each_order_is_carried_out_once_over_restarts(tmp_path: Path) -> N
     assert carried == ["a", "b", "c"]
 
 
+async def test_an_order_for_a_scenario_is_taken_once_and_played_to_its_end_over_restarts(tmp_path: Path) -> None:
+    """The parts of two agents one after the other: orders and machine."""
+    order = new_order(scenario=scenario("at: 0, do: xid, gpu: 0, code: 13", "at: 1.5, do: xid, gpu: 1, code: 43"))
+    text = encode_orders([order])
+
+    async def follow(machine: Machine, events: int) -> None:
+        async def execute(given: FaultOrder) -> Any:
+            assert machine.execute is not None
+            return await machine.execute(given, lambda: None)
+
+        await obey(text, tmp_path / "done", execute, events)
+
+    first = open_machine(options(tmp_path))
+    await follow(first, 1)
+    assert codes(first) == [13]
+    second = open_machine(options(tmp_path))
+    rest = [asyncio.create_task(one) for one in second.resume(lambda: None)]
+    await follow(second, 0)
+    await asyncio.gather(*rest)
+    assert codes(second) == [13, 43]
+
+
 async def test_what_goes_wrong_is_an_event_and_the_next_order_counts(tmp_path: Path) -> None:
     async def execute(order: FaultOrder) -> None:
         if order.id != "good":
