@@ -1,6 +1,8 @@
 """Which of two agents on a node publishes, and how ready and measured they are."""
 
+import asyncio
 import socket
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -9,13 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import typer
 from prometheus_client import CollectorRegistry, Counter
+from typer.testing import CliRunner
 
+from gpunode.agent import succession
+from gpunode.agent.options import AgentOptions
 from gpunode.agent.succession import Succession
+from gpunode.cli import agent as cli
 from gpunode.kubelet.plugin import KubeletPaths
 from gpunode.monitoring import serve_metrics
 
 DRIVER = "gpu.gpunode.dev"
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Shorter than pytest's: a unix socket path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="agent-") as directory:
+        yield Path(directory)
 
 
 @contextmanager
@@ -46,6 +60,74 @@ def test_the_newest_that_answers_publishes(tmp_path: Path) -> None:
         old.look()
         assert not old.superseded, "the newer one was killed"
     assert changes == ["", ""]
+
+
+def test_sockets_of_killed_agents_go_and_no_others(tmp_path: Path) -> None:
+    paths = KubeletPaths(tmp_path)
+    own, killed = (paths.registration_socket(DRIVER, name) for name in ("own", "killed"))
+    # A driver whose name begins like ours, killed as well: that is its own agents' affair.
+    foreign = paths.registration_socket(f"{DRIVER}-test", "killed")
+    unnamed = paths.registration_socket(f"{DRIVER}-test")
+    calls = paths.plugin_dir(DRIVER) / "dra-killed.sock"
+    newest = Succession(paths, DRIVER, "own", lambda: None)
+    with serving(own):
+        for path in (killed, foreign, unnamed, calls):
+            with serving(path):
+                pass
+        newest.sweep()
+        assert killed.exists(), "it may have been bound a moment ago and not listen yet"
+        with serving(calls):  # taken over by another in time
+            newest.sweep()
+            assert sorted(p.name for p in paths.registry.iterdir()) == sorted(p.name for p in (own, foreign, unnamed))
+            assert calls.exists()
+        newest.sweep()
+        newest.sweep()
+        assert not calls.exists()
+
+
+async def test_only_the_newest_sweeps(tmp_path: Path) -> None:
+    paths = KubeletPaths(tmp_path)
+    old, new = (Succession(paths, DRIVER, name, lambda: None, every_s=0.01) for name in ("old", "new"))
+    killed = paths.registration_socket(DRIVER, "killed")
+    with serving(killed):
+        pass
+    with serving(paths.registration_socket(DRIVER, "old")), serving(paths.registration_socket(DRIVER, "new")):
+        for one, there in ((old, True), (new, False)):
+            task = asyncio.create_task(one.run())
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert killed.exists() is there
+
+
+def test_sockets_made_in_one_tick_of_the_clock_have_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = KubeletPaths(tmp_path)
+    made = succession._made
+    monkeypatch.setattr(succession, "_made", lambda path: (0, path.name) if made(path) else None)
+    a, b = (Succession(paths, DRIVER, name, lambda: None) for name in "ab")
+    with serving(paths.registration_socket(DRIVER, "a")), serving(paths.registration_socket(DRIVER, "b")):
+        a.look()
+        b.look()
+        assert (a.superseded, b.superseded) == (True, False)
+
+
+def test_each_process_is_an_instance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier one's name was empty: two of the same name would take each other's sockets."""
+    seen: list[str] = []
+    monkeypatch.setattr(cli, "serve", lambda main, _: asyncio.run(main()))
+
+    async def run_agent(options: AgentOptions) -> None:
+        seen.append(options.instance)
+
+    monkeypatch.setattr("gpunode.agent.run.run_agent", run_agent)
+    app = typer.Typer()
+    cli.register(app)
+    for arguments in ([], [], ["--instance", ""], ["--instance", "pod-uid"]):
+        done = CliRunner().invoke(app, ["--node-name", "n", "--backend", "fake", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert seen[3] == "pod-uid"
+    assert len(set(seen)) == 4
+    assert all(seen)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from gpunode.agent.orders import give_order, new_order
 from gpunode.cluster.api import ApiStatusError
 from gpunode.cluster.cluster import Cluster, Node
-from gpunode.cluster.install import kubectl
+from gpunode.cluster.install import Installation, agent_name, kubectl, start_agent
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError
 from gpunode.kube.kinds import CLAIMS
@@ -25,7 +25,7 @@ from gpunode.kubelet.plugin import KubeletPaths
 from gpunode.kubelet.proto import dra_v1_pb2
 from gpunode.kubelet.resolve import ClaimRef
 from gpunode.model.names import DEFAULT_DRIVER, HELD_TAINT, SYSTEM_NAMESPACE
-from tests.e2e.rolling import kill_agent, reboot, replace_agent, restart_kubelet, slice_gaps, until
+from tests.e2e.rolling import kill_agent, log_end, ready, reboot, replace_agent, restart_kubelet, slice_gaps, until
 from tests.kubelet.kubelet_fakes import dial, dra
 
 pytestmark = pytest.mark.e2e
@@ -107,6 +107,17 @@ def held_by(node: Node) -> list[dict[str, Any]]:
 def kubelet_root(node: Node) -> Path:
     """The node's /var/lib/kubelet as the host sees it."""
     return node.state / "var-lib-kubelet"
+
+
+def sockets(node: Node) -> list[Path]:
+    """Registration sockets of our driver's agents, dead or alive."""
+    return KubeletPaths(kubelet_root(node)).registration_sockets(DEFAULT_DRIVER)
+
+
+def dra_socket(node: Node) -> Path:
+    """Where the kubelet calls the node's one agent."""
+    (path,) = KubeletPaths(kubelet_root(node)).plugin_dir(DEFAULT_DRIVER).glob("dra*.sock")
+    return path
 
 
 async def test_a_gang_notices_nothing_of_restarts_and_updates(namespace: Cluster) -> None:
@@ -207,6 +218,32 @@ def check_metrics(port: int) -> None:
     assert "gpunode_kubelet_call_seconds_bucket" in text or "gpunode_kubelet_held_devices 0.0" in text
 
 
+async def test_agents_without_names_know_each_other(namespace: Cluster) -> None:
+    """The newer publishes; killed, it leaves sockets that the kubelet would dial for ever, and the older goes on."""
+    cluster, node = namespace, namespace.nodes[-1]
+    first = sockets(node)
+    assert len(first) == 1
+    mark, older = log_end(cluster, node, "newer"), log_end(cluster, node)
+    await asyncio.to_thread(start_agent, cluster, node, Installation(), "newer")
+    await until(lambda: ready(cluster, node, mark, "newer"), "the newer agent to be ready")
+    assert len(sockets(node)) == 2
+    await until(lambda: told(cluster, node, older, "it publishes from now on"), "the older one to step back")
+    async with slice_gaps(cluster, node) as gaps:
+        cluster.processes.kill(agent_name(node.name, "newer"))
+        await until(lambda: sockets(node) == first, "the dead sockets to go")
+        await until(lambda: told(cluster, node, older, "another agent serves this node: it left"), "it to take over")
+        dra_socket(node)
+        (slice_,) = slices_of(cluster, node)
+        before = set(gaps.uids)
+        cluster.api.call("DELETE", f"/apis/resource.k8s.io/v1/resourceslices/{slice_['metadata']['name']}")
+        await until(lambda: bool(gaps.uids - before), "the older agent to publish again")
+
+
+def told(cluster: Cluster, node: Node, after: int, text: str) -> bool:
+    """Whether the node's agent has logged that, behind that place of its log."""
+    return text.encode() in cluster.processes.log(agent_name(node.name)).read_bytes()[after:]
+
+
 async def test_an_agent_killed_while_pods_start_and_stop_costs_none_of_them(namespace: Cluster) -> None:
     cluster = namespace
     start_pods(cluster, "old")
@@ -264,8 +301,7 @@ async def test_a_device_that_is_not_let_go_of_is_tainted_until_it_is(namespace: 
     device = slice_["spec"]["devices"][-1]["name"]
     claim = allocate_by_hand(cluster, node, device)
     ref = ClaimRef(NAMESPACE, "forced", claim["metadata"]["uid"])
-    path = KubeletPaths(kubelet_root(node)).dra_socket(DEFAULT_DRIVER)
-    async with dial(path) as kubelet:
+    async with dial(dra_socket(node)) as kubelet:
         answer = await dra(kubelet, dra_v1_pb2, "Prepare", [ref])
         assert not answer.claims[ref.uid].error
         cluster.api.call("DELETE", f"{CLAIMS_HERE}/forced")
@@ -275,7 +311,7 @@ async def test_a_device_that_is_not_let_go_of_is_tainted_until_it_is(namespace: 
         # Neither does another agent forget it.
         await kill_agent(cluster, node)
         assert taints(cluster, node, device) == [HELD_TAINT]
-    async with dial(path) as kubelet:
+    async with dial(dra_socket(node)) as kubelet:
         await dra(kubelet, dra_v1_pb2, "Unprepare", [ref])
         await until(lambda: taints(cluster, node, device) == [], f"{device} to be free again", 30)
 

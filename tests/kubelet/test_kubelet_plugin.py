@@ -51,7 +51,7 @@ async def test_registration_tells_the_kubelet_where_and_what(tmp_path: Path, pat
 
     async with running(tmp_path, paths, FakeApi(), on_registered=on_registered, instance="pod-uid") as plugin:
         kubelet = FakeKubelet(paths)
-        assert [s.name for s in kubelet.sockets()] == [f"{DRIVER}-pod-uid-reg.sock"]
+        assert [s.name for s in kubelet.sockets()] == [f"{DRIVER}_pod-uid-reg.sock"]
         assert not plugin.registered.is_set()
         info = await kubelet.register(kubelet.sockets()[0])
         assert (info.type, info.name) == ("DRAPlugin", DRIVER)
@@ -174,7 +174,7 @@ async def test_two_instances_side_by_side_and_the_old_one_leaves(tmp_path: Path,
             assert len(kubelet.sockets()) == 2
             async with dial(paths.dra_socket(DRIVER, "old")) as channel:
                 await dra(channel, dra_v1_pb2, "Prepare", [ref(one)])
-        assert [s.name for s in kubelet.sockets()] == [f"{DRIVER}-new-reg.sock"]
+        assert [s.name for s in kubelet.sockets()] == [f"{DRIVER}_new-reg.sock"]
         clash = api.put(claim(2, GPUS[0]))
         async with dial(paths.dra_socket(DRIVER, "new")) as channel:
             answer = await dra(channel, dra_v1_pb2, "Prepare", [ref(clash)])
@@ -195,7 +195,7 @@ async def test_sockets_of_killed_instances_are_removed_and_live_ones_kept(tmp_pa
                 killed.bind(str(path))
         async with running(tmp_path, paths, FakeApi(), instance="new"):
             assert [s.name for s in FakeKubelet(paths).sockets()] == [
-                f"{DRIVER}-alive-reg.sock", f"{DRIVER}-new-reg.sock",
+                f"{DRIVER}_alive-reg.sock", f"{DRIVER}_new-reg.sock",
             ]  # fmt: skip
             assert sorted(s.name for s in paths.plugin_dir(DRIVER).glob("*.sock")) == ["dra-alive.sock", "dra-new.sock"]
 

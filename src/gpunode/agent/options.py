@@ -12,6 +12,7 @@ from gpunode.slices.layout import GpuMode
 class AgentOptions:
     """Settings of one agent. `board` is the fake machine's board; None means real GPUs through NVML.
 
+    instance: this process among the node's agents of the driver; never shared by two.
     mode, modes: how GPUs are given out, of all and by device name, see SliceConfig.
     health_policy, xid_catalogue: YAML files, see docs/health.md.
     host_root, driver_root: where the driver is, see DriverRoot.

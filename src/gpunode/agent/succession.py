@@ -2,6 +2,8 @@
 
 Both hold claims by turns (the node lock) and would publish slices, each as its own version wants them, and undo each
 other's work without end. So the one that came last publishes, and the other only answers the kubelet's calls.
+
+The one that publishes also removes the sockets of agents that were killed, which the kubelet would dial for ever.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from gpunode.kubelet.plugin import KubeletPaths
+from gpunode.kubelet.plugin import DeadSocket, KubeletPaths
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 1.0
@@ -27,7 +29,9 @@ class Succession:
         self, paths: KubeletPaths, driver: str, instance: str, changed: Callable[[], None], every_s: float = 1.0
     ) -> None:
         self.superseded = False
-        self._pattern = paths.registry, f"{driver}-*reg.sock"
+        self._paths = paths
+        self._driver = driver
+        self._dead: frozenset[DeadSocket] = frozenset()
         self._own = paths.registration_socket(driver, instance)
         self._changed = changed
         self._every_s = every_s
@@ -36,23 +40,34 @@ class Succession:
         """Watch until cancelled."""
         while True:
             self.look()
+            if not self.superseded:
+                await asyncio.to_thread(self.sweep)
             await asyncio.sleep(self._every_s)
 
     def look(self) -> None:
         """Look once. Blocks for as long as a stat takes, and a second for a newer agent that hangs."""
-        directory, pattern = self._pattern
         mine = _made(self._own)
-        newer = [p for p in directory.glob(pattern) if p != self._own and mine is not None and (_made(p) or 0) > mine]
+        others = (path for path in self._paths.registration_sockets(self._driver) if path != self._own)
+        newer = [path for path in others if mine is not None and (_made(path) or (0, "")) > mine]
         superseded = any(_answers(path) for path in newer)
         if superseded != self.superseded:
             self.superseded = superseded
             logger.info("another agent serves this node: %s", "it publishes from now on" if superseded else "it left")
             self._changed()
 
+    def sweep(self) -> None:
+        """Remove sockets that were dead at the last call as well: one that was only just bound may not listen yet.
+        Blocks."""
+        dead = self._paths.dead_sockets(self._driver)
+        for one in dead & self._dead:
+            one.remove()
+        self._dead = dead
 
-def _made(path: Path) -> int | None:
+
+def _made(path: Path) -> tuple[int, str] | None:
+    """Orders sockets by when they were made; by name where the file system's clock does not tell."""
     try:
-        return path.stat().st_ctime_ns
+        return path.stat().st_ctime_ns, path.name
     except OSError:
         return None
 

@@ -1,5 +1,6 @@
 """`gpunode agent`: the node agent."""
 
+import secrets
 import socket
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,11 @@ def agent(
     kubeconfig: Kubeconfig = None,
     driver: Annotated[str, typer.Option(help="DRA driver name to publish under.")] = DEFAULT_DRIVER,
     instance: Annotated[
-        str, typer.Option(help="Unique name of this instance, for rolling updates (the pod's UID).")
+        str,
+        typer.Option(
+            help="Name of this process among the node's agents; no two may share one (the pod's UID).",
+            show_default="a random one",
+        ),
     ] = "",
     backend: Annotated[BackendName, typer.Option(help="Real GPUs or fake ones.")] = BackendName.NVML,
     profile: Annotated[str, typer.Option(help="Fake: board of fake_gpus/boards, or a YAML file.")] = "dgx-a100-80",
@@ -95,7 +100,7 @@ def agent(
         node=node_name or socket.gethostname(),
         kubeconfig=kubeconfig,
         driver=driver,
-        instance=instance,
+        instance=instance or secrets.token_hex(4),
         board=board,
         fake_root=fake_root,
         host_root=host_root,

@@ -97,7 +97,8 @@ def start_controller(cluster: Cluster, wish: Installation) -> None:
 def start_agent(cluster: Cluster, node: Node, wish: Installation, instance: str = "") -> None:
     """Start one node's agent, in the node's mount namespace, unless it runs.
 
-    instance: of several agents that are there at the same time, as in a rolling update.
+    instance: tells the processes of a node's agents apart where several are there at the same time, as in a rolling
+    update. The agents themselves need no names.
     """
     config = cluster.token(SYSTEM_NAMESPACE, "gpunode-agent", node.name)
     command = [
@@ -106,7 +107,7 @@ def start_agent(cluster: Cluster, node: Node, wish: Installation, instance: str 
         *("agent", "--node-name", node.name, "--kubeconfig", str(config)),
         *("--backend", "fake", "--profile", wish.profile),
         *("--fake-root", str(node.state / "fake"), "--state-dir", str(node.state / "gpunode")),
-        *("--metrics-port", str(wish.metrics_port), "--instance", instance),
+        *("--metrics-port", str(wish.metrics_port)),
         *(("--health-policy", str(wish.health_policy)) if wish.health_policy is not None else ()),
     ]
     cluster.processes.start(agent_name(node.name, instance), command)

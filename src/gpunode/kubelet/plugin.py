@@ -39,6 +39,21 @@ class PluginError(Exception):
 
 
 @dataclass(frozen=True)
+class DeadSocket:
+    """A socket behind which nobody listens. inode: tells it from one that is made at the same path later."""
+
+    path: Path
+    inode: int
+
+    def remove(self) -> None:
+        """The kubelet would dial it for ever. Leaves alone what has taken its place, and what cannot be removed."""
+        with suppress(OSError):
+            if self.path.stat().st_ino == self.inode:
+                logger.info("removing %s, which nobody serves any more", self.path)
+                self.path.unlink()
+
+
+@dataclass(frozen=True)
 class KubeletPaths:
     """Where the kubelet and the container runtime look for things.
 
@@ -63,7 +78,13 @@ class KubeletPaths:
         return self.plugin_dir(driver) / "plugin.lock"
 
     def registration_socket(self, driver: str, instance: str = "") -> Path:
-        return self.registry / (f"{driver}-{instance}-reg.sock" if instance else f"{driver}-reg.sock")
+        # No driver name has an underscore, so this is never a socket of the driver that is called DRIVER-INSTANCE.
+        return self.registry / (f"{driver}_{instance}-reg.sock" if instance else f"{driver}-reg.sock")
+
+    def registration_sockets(self, driver: str) -> list[Path]:
+        """Those of all the driver's instances, and of no other driver. Blocks; empty without a kubelet."""
+        alone = self.registration_socket(driver)
+        return [*([alone] if alone.exists() else []), *self.registry.glob(f"{driver}_*-reg.sock")]
 
     def dra_socket(self, driver: str, instance: str = "") -> Path:
         return self.plugin_dir(driver) / (f"dra-{instance}.sock" if instance else "dra.sock")
@@ -78,26 +99,26 @@ class KubeletPaths:
         self.plugin_dir(driver).mkdir(mode=0o750, parents=True, exist_ok=True)
         self.registry.mkdir(mode=0o750, exist_ok=True)
 
-    def remove_dead_sockets(self, driver: str) -> None:
-        """Remove what killed instances of this driver left: the kubelet would dial such sockets for ever. Blocks."""
-        candidates = [*self.registry.glob(f"{driver}-*reg.sock"), *self.plugin_dir(driver).glob("dra*.sock")]
-        for path in candidates:
-            if path.is_socket() and _is_dead(path):
-                logger.info("removing %s, which nobody serves any more", path)
-                path.unlink(missing_ok=True)
+    def dead_sockets(self, driver: str) -> frozenset[DeadSocket]:
+        """What killed instances of this driver left. Blocks, up to a second for each instance that hangs."""
+        candidates = [*self.registration_sockets(driver), *self.plugin_dir(driver).glob("dra*.sock")]
+        return frozenset(DeadSocket(path, inode) for path in candidates if (inode := _dead_inode(path)) is not None)
 
 
-def _is_dead(path: Path) -> bool:
-    """Whether nobody listens on a unix socket."""
+def _dead_inode(path: Path) -> int | None:
+    """The inode of a socket behind which nobody listens; None of everything else."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
+            if not path.is_socket():
+                return None
+            inode = path.stat().st_ino
             probe.connect(str(path))
         except ConnectionRefusedError:
-            return True
+            return inode
         except OSError:
-            return False
-    return False
+            return None
+    return None
 
 
 async def _nothing() -> None:
@@ -105,7 +126,7 @@ async def _nothing() -> None:
 
 
 class KubeletPlugin:
-    """Serves one driver to the kubelet. `instance` (the pod's UID) makes sockets unique for rolling updates.
+    """Serves one driver to the kubelet. `instance` makes sockets unique, so that two processes share none.
 
     registered is set while the kubelet has accepted the plugin. on_registered runs after every acceptance: the
     kubelet deletes the node's ResourceSlices whenever it starts, so they have to be published again.
@@ -146,7 +167,8 @@ class KubeletPlugin:
         for path in (self._dra_path, self._registration_path):
             _check_length(path)
         self._paths.prepare(self._driver)
-        await asyncio.to_thread(self._paths.remove_dead_sockets, self._driver)
+        for dead in await asyncio.to_thread(self._paths.dead_sockets, self._driver):
+            dead.remove()
         self._dra_server = await _SocketServer.start(self._dra_path, self._dra_handlers)
         try:
             self._registration_server = await self._register()
@@ -206,7 +228,7 @@ class KubeletPlugin:
     async def _watch_sockets(self) -> None:
         """Make a socket again that was removed: a wiped directory, a careless rm.
 
-        One that another process bound at the same path is left alone: without instance ids the newest process wins.
+        One that another process bound at the same path is left alone: of one instance the newest process wins.
         """
         waiting_since: float | None = time.monotonic()
         while not await self._stopped_within(self._check_every_s):
