@@ -25,13 +25,14 @@ class FakeApi:
     def __init__(self, *names: str) -> None:
         self.claims: dict[str, Any] = {
             f"/apis/resource.k8s.io/v1/namespaces/ns/resourceclaims/{name}": {
-                "metadata": {"name": name, "uid": f"uid-{name}"},
+                "metadata": {"name": name, "namespace": "ns", "uid": f"uid-{name}", "resourceVersion": "1"},
                 "status": {"devices": [FOREIGN]},
             }
             for name in names
         }
         self.patches: list[tuple[str, Any]] = []
         self.reads = 0
+        self.lists = 0
         self.fail: Exception | None = None
 
     async def get(self, path: str, kind: Any) -> Any:
@@ -49,6 +50,8 @@ class FakeApi:
         self.patches.append((body["metadata"]["name"], body))
         if body["metadata"]["uid"] != claim["metadata"]["uid"]:
             raise ApiError("PATCH", path, 409, "Conflict", "uid mismatch")
+        if body["metadata"].get("resourceVersion", "1") != claim["metadata"]["resourceVersion"]:
+            raise ApiError("PATCH", path, 409, "Conflict", "the object has been modified")
         claim["status"]["devices"] = [FOREIGN, *body["status"]["devices"]]
         return b"{}"
 
@@ -57,6 +60,13 @@ class FakeApi:
             "status"
         ]["devices"]
         return found
+
+    async def list(self, path: str, kind: Any) -> Any:
+        assert path == "/apis/resource.k8s.io/v1/resourceclaims"
+        self.lists += 1
+        if self.fail is not None:
+            raise self.fail
+        return [msgspec.convert(claim, kind) for claim in self.claims.values()], "1"
 
 
 def entry(name: str, *devices: str, uid: str = "") -> Entry:
@@ -77,7 +87,7 @@ class Clock:
 
 
 def statuses(api: FakeApi, clock: Clock | None = None) -> ClaimStatuses:
-    return ClaimStatuses(api, DRIVER, clock or Clock())  # type: ignore[arg-type]
+    return ClaimStatuses(api, DRIVER, "n", now=clock or Clock())  # type: ignore[arg-type]
 
 
 HEALTHY, SICK = DeviceReport(True), DeviceReport(False, "XID 79")
@@ -141,6 +151,101 @@ async def test_what_could_not_be_written_is_tried_again(error: Exception) -> Non
     api.fail = error
     assert not await one.write()
     api.fail = None
+    assert await one.write()
+    assert len(api.patches) == 1
+
+
+async def test_what_a_released_claim_was_told_is_taken_back() -> None:
+    api = FakeApi("a", "b")
+    one = statuses(api)
+    one.update(entries(entry("a", "g0"), entry("b", "g1")))
+    assert await one.write()
+    one.update(entries(entry("b", "g1")))
+    one.update(health={"g0": SICK, "g1": HEALTHY})
+    assert await one.write()
+    assert api.devices("a") == [FOREIGN]
+    assert [d["device"] for d in api.devices("b")] == ["d", "g1"]
+    patches, reads = len(api.patches), api.reads
+    assert await one.write()
+    assert (len(api.patches), api.reads, api.lists) == (patches, reads, 1), "taken back twice"
+    one.update(entries(entry("a", "g0"), entry("b", "g1")))
+    assert await one.write()
+    assert [d["device"] for d in api.devices("a")] == ["d", "g0"], "prepared again, for the next pod"
+
+
+async def test_a_claim_prepared_again_in_between_keeps_its_status() -> None:
+    api = FakeApi("a")
+    one = statuses(api)
+    held = entries(entry("a", "g0"))
+    one.update(held)
+    assert await one.write()
+    one.update({})
+    one.update(held)
+    assert await one.write()
+    assert [d["device"] for d in api.devices("a")] == ["d", "g0"]
+
+
+async def test_a_released_claim_that_is_gone_or_another_by_now_is_left_alone() -> None:
+    api = FakeApi("a", "b", "c")
+    one = statuses(api)
+    one.update(entries(*(entry(name, f"g-{name}") for name in "abc")))
+    assert await one.write()
+    paths = {name: f"/apis/resource.k8s.io/v1/namespaces/ns/resourceclaims/{name}" for name in "abc"}
+    del api.claims[paths["a"]]
+    api.claims[paths["b"]]["metadata"]["uid"] = "of another claim"
+    elsewhere = [FOREIGN, {"driver": DRIVER, "pool": "m", "device": "g9"}]
+    api.claims[paths["c"]]["status"]["devices"] = elsewhere
+    patches = len(api.patches)
+    one.update({})
+    assert await one.write()
+    assert len(api.patches) == patches
+    assert api.devices("c") == elsewhere, "allocated anew on another node, whose agent described it"
+
+
+async def test_taking_back_is_tried_again_until_it_is_done() -> None:
+    api = FakeApi("a")
+    one = statuses(api)
+    one.update(entries(entry("a", "g0")))
+    assert await one.write()
+    one.update({})
+    for error in (UnreachableError("no answer"), ApiError("PATCH", "/", 409, "Conflict", "modified")):
+        api.fail = error
+        assert not await one.write()
+        assert len(api.devices("a")) == 2
+    api.fail = None
+    assert await one.write()
+    assert api.devices("a") == [FOREIGN]
+
+
+async def test_what_a_killed_agent_left_is_taken_back_by_the_next() -> None:
+    """Killed between the release of a claim and the word to the API server."""
+    api = FakeApi("released", "held")
+    killed = statuses(api)
+    killed.update(entries(entry("released", "g0"), entry("held", "g1")))
+    assert await killed.write()
+    following = statuses(api)
+    following.update(health={"g1": HEALTHY})
+    assert await following.write()
+    assert len(api.devices("released")) == 2, "nobody has said yet what is held"
+    following.update(entries(entry("held", "g1")))
+    api.fail = UnreachableError("no answer")
+    assert not await following.write()
+    api.fail = None
+    assert await following.write()
+    assert api.devices("released") == [FOREIGN]
+    assert [d["device"] for d in api.devices("held")] == ["d", "g1"]
+    assert await following.write()
+    assert api.lists == 3, "once for each agent, and once that failed"
+
+
+async def test_of_two_agents_only_the_one_in_charge_writes() -> None:
+    api = FakeApi("a")
+    charge = False
+    one = ClaimStatuses(api, DRIVER, "n", lambda: charge)  # type: ignore[arg-type]
+    one.update(entries(entry("a", "g0")))
+    assert await one.write()
+    assert not api.patches
+    charge = True
     assert await one.write()
     assert len(api.patches) == 1
 

@@ -21,10 +21,10 @@ from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError
 from gpunode.kube.kinds import CLAIMS
 from gpunode.kubelet.config import ConfigError, decode
-from gpunode.kubelet.plugin import KubeletPaths
 from gpunode.kubelet.proto import dra_v1_pb2
 from gpunode.kubelet.resolve import ClaimRef
 from gpunode.model.names import DEFAULT_DRIVER, HELD_TAINT, SYSTEM_NAMESPACE
+from tests.e2e.nodes import dra_socket, kubelet_root, slices_of, sockets
 from tests.e2e.rolling import kill_agent, log_end, ready, reboot, replace_agent, restart_kubelet, slice_gaps, until
 from tests.kubelet.kubelet_fakes import dial, dra
 
@@ -102,22 +102,6 @@ def held_by(node: Node) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout)["claims"]
     return found
-
-
-def kubelet_root(node: Node) -> Path:
-    """The node's /var/lib/kubelet as the host sees it."""
-    return node.state / "var-lib-kubelet"
-
-
-def sockets(node: Node) -> list[Path]:
-    """Registration sockets of our driver's agents, dead or alive."""
-    return KubeletPaths(kubelet_root(node)).registration_sockets(DEFAULT_DRIVER)
-
-
-def dra_socket(node: Node) -> Path:
-    """Where the kubelet calls the node's one agent."""
-    (path,) = KubeletPaths(kubelet_root(node)).plugin_dir(DEFAULT_DRIVER).glob("dra*.sock")
-    return path
 
 
 async def test_a_gang_notices_nothing_of_restarts_and_updates(namespace: Cluster) -> None:
@@ -314,11 +298,6 @@ async def test_a_device_that_is_not_let_go_of_is_tainted_until_it_is(namespace: 
     async with dial(dra_socket(node)) as kubelet:
         await dra(kubelet, dra_v1_pb2, "Unprepare", [ref])
         await until(lambda: taints(cluster, node, device) == [], f"{device} to be free again", 30)
-
-
-def slices_of(cluster: Cluster, node: Node) -> list[dict[str, Any]]:
-    found = cluster.api.call("GET", "/apis/resource.k8s.io/v1/resourceslices")["items"]
-    return [s for s in found if s["spec"].get("nodeName") == node.name and s["spec"]["driver"] == DEFAULT_DRIVER]
 
 
 def taints(cluster: Cluster, node: Node, device: str) -> list[str]:

@@ -2,11 +2,15 @@
 
 Server-side apply, because a claim may have devices of several drivers, each the author of its own entries. The UID is
 part of what is applied, so a claim that was deleted and made again under the same name is refused and left alone.
+
+Entries of claims that are released are taken back: such a claim may stay allocated for a pod that is still to come.
+What an agent that was killed left behind is found by one listing of the claims at the start of the next.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +21,7 @@ from gpunode.kube.kinds import CLAIMS
 from gpunode.kubelet.checkpoint import Entries, Entry
 from gpunode.kubelet.health import DeviceReport
 from gpunode.kubelet.status import condition_times, device_statuses
-from gpunode.model.meta import ApiStruct
+from gpunode.model.meta import ApiStruct, ObjectMeta
 from gpunode.model.times import stamp_now
 
 logger = logging.getLogger(__name__)
@@ -37,27 +41,59 @@ class _Status(ApiStruct, frozen=True):
 class _Claim(ApiStruct, frozen=True):
     """status.devices as it is now, nothing else."""
 
+    metadata: ObjectMeta = ObjectMeta()
     status: _Status = _Status()
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A claim to take our entries back from."""
+
+    uid: str
+    namespace: str
+    name: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.namespace}/{self.name}"
 
 
 class ClaimStatuses:
     """`update` says what is held and how it is; `run` carries it to the API server, only where it differs.
 
-    now: RFC 3339, for the transition times of conditions.
+    pool: the node's, for a claim may be allocated anew elsewhere. in_charge: whether this agent is the one that writes,
+    of two that serve the node. now: RFC 3339, for the transition times of conditions.
     """
 
-    def __init__(self, api: Api, driver: str, now: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        api: Api,
+        driver: str,
+        pool: str,
+        in_charge: Callable[[], bool] = lambda: True,
+        now: Callable[[], str] | None = None,
+    ) -> None:
         self._api = api
         self._driver = driver
+        self._pool = pool
+        self._in_charge = in_charge
         self._now = now or stamp_now
         self._entries: Entries = {}
+        self._known = False  # whether anybody has said yet what is held
+        self._looked = False
+        self._released: dict[str, _Ref] = {}
         self._health: Mapping[str, DeviceReport] = {}
         self._told: dict[str, Statuses] = {}
         self._wake = asyncio.Event()
 
     def update(self, entries: Entries | None = None, health: Mapping[str, DeviceReport] | None = None) -> None:
         """What this node holds now, by claim UID, or how its devices are; None leaves that as it was."""
-        self._entries = self._entries if entries is None else dict(entries)
+        if entries is not None:
+            gone = (entry for uid, entry in self._entries.items() if uid not in entries)
+            released = self._released | {entry.uid: _Ref(entry.uid, entry.namespace, entry.name) for entry in gone}
+            self._released = {uid: ref for uid, ref in released.items() if uid not in entries}
+            self._entries = dict(entries)
+            self._known = True
         self._health = self._health if health is None else health
         self._told = {uid: told for uid, told in self._told.items() if uid in self._entries}
         self._wake.set()
@@ -78,6 +114,9 @@ class ClaimStatuses:
 
     async def write(self) -> bool:
         """One pass over all claims; False when some could not be written and should be tried again."""
+        if not self._in_charge() or not self._known:
+            return True
+        found = await self._look()
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(entry: Entry) -> bool:
@@ -90,7 +129,62 @@ class ClaimStatuses:
                 self._told[entry.uid] = content
             return written
 
-        return all(await asyncio.gather(*(one(entry) for entry in self._entries.values())))
+        async def released(ref: _Ref) -> bool:
+            async with limit:
+                taken = await self._take_back(ref)
+            if taken:
+                self._told.pop(ref.uid, None)
+                if self._released.get(ref.uid) is ref:
+                    del self._released[ref.uid]
+            return taken
+
+        held = (one(entry) for entry in self._entries.values())
+        return all([found, *await asyncio.gather(*held, *(released(ref) for ref in self._released.values()))])
+
+    async def _look(self) -> bool:
+        """Once: which claims an agent before us described and never took that back. False when that is not known."""
+        if self._looked:
+            return True
+        try:
+            claims, _ = await self._api.list(CLAIMS.path(), _Claim)
+        except (ApiError, UnreachableError, msgspec.MsgspecError) as error:
+            logger.warning("claims that were released while no agent was here are not known yet: %s", error)
+            return False
+        self._looked = True
+        for claim in claims:
+            meta = claim.metadata
+            if meta.uid not in self._entries and self._here(claim):
+                self._released[meta.uid] = _Ref(meta.uid, meta.namespace, meta.name)
+        return True
+
+    def _here(self, claim: _Claim) -> bool:
+        """Whether a claim has entries of ours."""
+        return any(status.get("pool") == self._pool for status in _mine(claim.status.devices, self._driver))
+
+    async def _take_back(self, ref: _Ref) -> bool:
+        """Remove our entries, and nobody else's, from a claim that this node does not hold any more."""
+        try:
+            claim = await self._api.get(CLAIMS.path(ref.namespace, ref.name), _Claim)
+            if claim.metadata.uid == ref.uid and self._here(claim):
+                # With the version, because another node's agent, which has our manager's name, may be next to write.
+                body = _body(ref, [], resourceVersion=claim.metadata.resource_version)
+                await self._apply(ref, body)
+        except ApiError as error:
+            if error.not_found:
+                return True
+            logger.log(
+                logging.INFO if error.conflict else logging.WARNING,
+                "status of claim %s, which was released, not taken back, will retry: %s", ref.key, error,
+            )  # fmt: skip
+            return False
+        except (UnreachableError, msgspec.MsgspecError) as error:
+            logger.info("status of claim %s, which was released, not taken back, will retry: %s", ref.key, error)
+            return False
+        return True
+
+    async def _apply(self, claim: Entry | _Ref, body: dict[str, Any]) -> None:
+        path = CLAIMS.path(claim.namespace, claim.name, "status")
+        await self._api.patch(path, body, "apply", {"fieldManager": FIELD_MANAGER, "force": "true"})
 
     async def _write(self, entry: Entry) -> bool:
         path = CLAIMS.path(entry.namespace, entry.name)
@@ -100,12 +194,7 @@ class ClaimStatuses:
                 entry, self._driver, self._health, self._now(), condition_times(_mine(now, self._driver))
             )
             if _mine(now, self._driver) != wanted:
-                await self._api.patch(
-                    CLAIMS.path(entry.namespace, entry.name, "status"),
-                    _body(entry, wanted),
-                    "apply",
-                    {"fieldManager": FIELD_MANAGER, "force": "true"},
-                )
+                await self._apply(entry, _body(entry, wanted))
         except ApiError as error:
             if error.raced:
                 return True  # gone, or another claim by now: it is not ours to describe
@@ -121,10 +210,10 @@ def _mine(statuses: Statuses, driver: str) -> Statuses:
     return [status for status in statuses if status.get("driver") == driver]
 
 
-def _body(entry: Entry, devices: Statuses) -> dict[str, Any]:
+def _body(claim: Entry | _Ref, devices: Statuses, **more: str) -> dict[str, Any]:
     return {
         "apiVersion": CLAIMS.group_version,
         "kind": CLAIMS.kind,
-        "metadata": {"name": entry.name, "namespace": entry.namespace, "uid": entry.uid},
+        "metadata": {"name": claim.name, "namespace": claim.namespace, "uid": claim.uid, **more},
         "status": {"devices": devices},
     }

@@ -72,6 +72,10 @@ class Lookout:
             self._called.set()
         self._known = entries
 
+    def wake(self) -> None:
+        """Something else happened that is worth a look."""
+        self._called.set()
+
     async def run(self) -> None:
         """Look until cancelled; the first time at once, for what happened while no agent was here."""
         while True:

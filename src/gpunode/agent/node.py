@@ -99,7 +99,7 @@ class NodeAgent:
         health = HealthMachine(load_catalogue(options.xid_catalogue), counted)
         self._monitor = HealthMonitor(health, state, self._on_health, self._complain, self._in_charge)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
-        self._statuses = ClaimStatuses(api, options.driver)
+        self._statuses = ClaimStatuses(api, options.driver, options.node, self._in_charge)
         self._libraries = DriverLibraries(machine.libraries, self._complain)
         self._engine, second_look = self._make_engine()
         processes = OpenDevices(machine.roots.proc)
@@ -108,7 +108,7 @@ class NodeAgent:
         self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware, mark)
         self._lookout = Lookout(second_look.run, self._on_held)
         paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
-        self._succession = Succession(paths, options.driver, options.instance, self._publisher.poke)
+        self._succession = Succession(paths, options.driver, options.instance, self._on_succession)
         self._plugin = KubeletPlugin(
             options.driver,
             options.node,
@@ -228,6 +228,11 @@ class NodeAgent:
     async def _on_registered(self) -> None:
         # A kubelet that just started has wiped the node's slices.
         self._publisher.poke()
+
+    def _on_succession(self) -> None:
+        """Another agent came or left: what it did meanwhile is news to us."""
+        self._publisher.poke()
+        self._lookout.wake()
 
     def _on_hardware(self, inventory: Inventory) -> None:
         if inventory.driver_version != self._inventory.driver_version:
