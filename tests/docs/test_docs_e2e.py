@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,14 +75,77 @@ def test_installing_and_removing_is_accepted(cluster: Cluster, text: str) -> Non
     run(cluster, f"{text} --dry-run=server")
 
 
+def overlay(cluster: Cluster, title: str, folder: Path) -> list[dict[str, Any]]:
+    """What an overlay of the page on operations makes of the base, by its first line."""
+    text = (ROOT / "docs" / "operations.md").read_text().partition(f"# {title}\n")[2].partition("```")[0]
+    base = os.path.relpath(ROOT / "daemonset" / "base", folder)
+    (folder / "kustomization.yaml").write_text(text.replace("PATH-TO/daemonset/base", base))
+    return list(yaml.safe_load_all(run(cluster, f"kubectl kustomize {folder}")))
+
+
 def test_the_overlay_is_one(cluster: Cluster, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "operations.md").read_text().partition("# kustomization.yaml\n")[2].partition("```")[0]
-    base = os.path.relpath(ROOT / "daemonset" / "base", tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(text.replace("PATH-TO/daemonset/base", base))
-    built = list(yaml.safe_load_all(run(cluster, f"kubectl kustomize {tmp_path}")))
+    built = overlay(cluster, "kustomization.yaml", tmp_path)
     (agent,) = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "DaemonSet"]
     assert agent["nodeSelector"] == {"gpunode.dev/gpus": "true"}
     assert agent["containers"][0]["image"] == "REGISTRY/gpunode:0.1.0"
+
+
+OTHER = "gpu.example.com"
+CLAIM = """
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {{name: asked, namespace: default}}
+spec:
+  devices:
+    requests: [{{name: gpu, exactly: {{deviceClassName: gpu.gpunode.dev}}}}]
+    config: [{{opaque: {{driver: {driver}, parameters: {{apiVersion: gpunode.dev/v1alpha1, kind: {kind}}}}}}}]
+"""
+
+
+def test_the_overlay_of_another_driver_name_names_it_everywhere(cluster: Cluster, tmp_path: Path) -> None:
+    built = overlay(cluster, "kustomization.yaml of another driver name", tmp_path)
+    text = yaml.safe_dump_all(one for one in built if one["kind"] != "Namespace")
+    # What is left of the old name is names of objects, of the label domain and of fields.
+    assert not [line for line in text.splitlines() if re.search(r"[\"'\[ ]gpu\.gpunode\.dev[\"'\]]", line)]
+    for kind in ("DaemonSet", "Deployment"):
+        (workload,) = [one for one in built if one["kind"] == kind]
+        assert f"--driver={OTHER}" in workload["spec"]["template"]["spec"]["containers"][0]["args"]
+    run(cluster, "kubectl apply --dry-run=server --force-conflicts --server-side -f -", text)
+
+
+def test_the_policy_takes_its_drivers_from_one_place(cluster: Cluster, tmp_path: Path) -> None:
+    """The overlay's policy under a name of its own, beside the one that is there."""
+    names = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    made = [one for one in overlay(cluster, "kustomization.yaml of another driver name", tmp_path)
+            if one["kind"] in names and one["metadata"]["name"] == "config.gpunode.dev"]  # fmt: skip
+    assert len(made) == 2
+    for one in made:
+        one["metadata"]["name"] = "config-other.gpunode.dev"
+        if "policyName" in one["spec"]:
+            one["spec"]["policyName"] = "config-other.gpunode.dev"
+    assert refusal(cluster, OTHER, "Nonsense") == "", "not ours yet"
+    text = yaml.safe_dump_all(made)
+    run(cluster, "kubectl apply -f -", text)
+    try:
+        deadline = time.monotonic() + 60
+        while not (said := refusal(cluster, OTHER, "Nonsense")):
+            assert time.monotonic() < deadline, "the policy is not in force"
+            time.sleep(0.2)
+        assert "spec.devices.config[0].opaque.parameters.kind: must be GpuConfig or MigConfig" in said
+        assert refusal(cluster, OTHER, "GpuConfig") == ""
+        assert refusal(cluster, "unknown.example.com", "Nonsense") == ""
+    finally:
+        run(cluster, "kubectl delete -f -", text)
+
+
+def refusal(cluster: Cluster, driver: str, kind: str) -> str:
+    """What the API server says against a claim with such parameters, "" when it takes it."""
+    done = subprocess.run(
+        [str(cluster.kubectl), f"--kubeconfig={cluster.kubeconfig}", "create", "--dry-run=server", "-f", "-"],
+        input=CLAIM.format(driver=driver, kind=kind),
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    return done.stderr if done.returncode else ""
 
 
 def test_the_environment_is_as_documented(cluster: Cluster) -> None:
