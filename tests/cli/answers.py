@@ -27,6 +27,39 @@ _ONE_SLICE = {
 }
 
 
+_CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
+
+
+def _claim(name: str, driver: str, pool: str, *statuses: object) -> dict[str, object]:
+    results = [{"request": "gpus", "driver": driver, "pool": pool, "device": f"gpu-{n}"} for n in range(2)]
+    return {
+        "metadata": {"namespace": "team-a", "name": name, "uid": f"u-{name}"},
+        "status": {
+            "allocation": {"devices": {"results": results}},
+            "reservedFor": [{"resource": "pods", "name": f"pod-{name}", "uid": "p"}],
+            "devices": list(statuses),
+        },
+    }
+
+
+def _status(device: str, healthy: str, message: str = "") -> dict[str, object]:
+    conditions = [
+        {"type": "Prepared", "status": "True", "reason": "Prepared", "message": "CDI device x"},
+        {"type": "Healthy", "status": healthy, "reason": "Any", "message": message},
+    ]
+    data = {"uuid": f"GPU-{device[-1]}", "deviceNodes": ["/dev/nvidia0"]}
+    return {"driver": "gpu.gpunode.dev", "pool": NODE, "device": device, "conditions": conditions, "data": data}
+
+
+_ALL_CLAIMS = [
+    _claim("waits", "gpu.gpunode.dev", NODE),
+    _claim("runs", "gpu.gpunode.dev", NODE, _status("gpu-1", "False", "XID 79 [lost]"), _status("gpu-0", "True")),
+    _claim("elsewhere", "gpu.gpunode.dev", "away"),
+    _claim("foreign", "other.example.com", NODE, {"driver": "other.example.com", "pool": NODE, "device": "gpu-0"}),
+    {"metadata": {"namespace": "team-a", "name": "pending", "uid": "u"}, "spec": {}},
+]
+
+
 class _Answers(BaseHTTPRequestHandler):
     """The first part of the path is the mood: "allow", or "forbid" for one that refuses all but /version."""
 
@@ -40,6 +73,8 @@ class _Answers(BaseHTTPRequestHandler):
             self._send(200, _ANSWERS[path])
         elif path.startswith("/api/v1/nodes/"):
             self._send(404, {"kind": "Status", "code": 404, "reason": "NotFound", "message": "not found"})
+        elif path == _CLAIMS:
+            self._send(200, {"metadata": {"resourceVersion": "1"}, "items": _ALL_CLAIMS})
         else:
             listed = path == _SLICES and f"nodeName%3D{NODE}," in query.replace("%2C", ",").replace("=", "%3D")
             self._send(200, {"metadata": {"resourceVersion": "1"}, "items": [_ONE_SLICE] if listed else []})

@@ -1,11 +1,13 @@
 """`gpunode claims` on checkpoints as an agent leaves them, and `gpunode claim lint` on manifests."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
 import yaml
+from tests.cli.answers import NODE, api_server, write_kubeconfig
 from typer.testing import CliRunner
 
 from gpunode.cli import claims
@@ -65,6 +67,41 @@ def test_a_damaged_checkpoint_is_reported_and_left_alone(app: typer.Typer, kubel
     file.write_bytes(damaged := file.read_bytes()[:-3])
     assert "is damaged" in run(app, "claims", "--kubelet-dir", str(kubelet), code=1)
     assert file.read_bytes() == damaged
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path) -> Iterator[Path]:
+    with api_server() as address:
+        write_kubeconfig(tmp_path / "config.json", f"{address}/allow")
+        yield tmp_path / "config.json"
+
+
+def test_claims_of_another_node_as_table_and_json(app: typer.Typer, kubeconfig: Path) -> None:
+    asked = ("claims", "--node", NODE, "--kubeconfig", str(kubeconfig))
+    header, *lines = run(app, *asked).splitlines()
+    assert header.split() == ["CLAIM", "PODS", "DEVICE", "REQUEST", "UUID", "PREPARED", "HEALTHY"]
+    assert [line.split() for line in lines] == [
+        ["team-a/runs", "pod-runs", "gpu-0", "gpus", "GPU-0", "yes", "yes"],
+        ["gpu-1", "gpus", "GPU-1", "yes", "no:", "XID", "79", "[lost]"],
+        ["team-a/waits", "pod-waits", "gpu-0", "gpus", "-", "-", "-"],
+        ["gpu-1", "gpus", "-", "-", "-"],
+    ]
+    found = json.loads(run(app, *asked, "-o", "json"))["claims"]
+    assert [(c["name"], c["uid"], c["pods"]) for c in found] == [
+        ("runs", "u-runs", ["pod-runs"]), ("waits", "u-waits", ["pod-waits"]),
+    ]  # fmt: skip
+    sick = found[0]["devices"][1]
+    assert (sick["device"], sick["data"]["deviceNodes"]) == ("gpu-1", ["/dev/nvidia0"])
+    assert sick["conditions"][1] == {"type": "Healthy", "status": "False", "reason": "Any", "message": "XID 79 [lost]"}
+    assert found[1]["devices"] == [{"device": f"gpu-{n}", "request": "gpus"} for n in range(2)]
+    assert yaml.safe_load(run(app, *asked, "-o", "yaml"))["claims"] == found
+
+
+def test_claims_of_another_driver_on_a_node(app: typer.Typer, kubeconfig: Path) -> None:
+    asked = ("claims", "--node", NODE, "--kubeconfig", str(kubeconfig))
+    (found,) = json.loads(run(app, *asked, "--driver", "other.example.com", "-o", "json"))["claims"]
+    assert found["name"] == "foreign"
+    assert "no claims have devices of none.example.com on here" in run(app, *asked, "--driver", "none.example.com")
 
 
 CLAIM = """

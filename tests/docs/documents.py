@@ -73,6 +73,7 @@ HERE = frozenset(
 
 # Run by test_docs_e2e.py on a cluster as they stand, in the order of their page.
 ON_CLUSTER = (
+    "gpunode claims --node ",
     "gpunode explain ",
     "gpunode faults inject ",
     "gpunode faults recover ",

@@ -1,6 +1,6 @@
-"""`gpunode claims`: what this node has prepared, by the agent's own book. `gpunode claim lint`: checks of manifests.
+"""`gpunode claims`: what this node has prepared, by the agent's own book; with --node, what the API server says of one.
 
-Neither needs an API server.
+`gpunode claim lint`: checks of manifests, without an API server.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
+from gpunode.cli.connect import Kubeconfig
 from gpunode.cli.output import Format, console, emit, fail
 from gpunode.model.names import DEFAULT_DRIVER
 
@@ -65,14 +66,25 @@ def _name(document: object) -> str:
 
 
 def claims(
+    node: Annotated[
+        str,
+        typer.Option(help="Ask the API server about this node, from anywhere.", show_default="the files of this node"),
+    ] = "",
+    kubeconfig: Kubeconfig = None,
     kubelet_dir: Annotated[Path, typer.Option(help="The kubelet's --root-dir.")] = Path("/var/lib/kubelet"),
     driver: Driver = DEFAULT_DRIVER,
     output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
 ) -> None:
-    """Show the claims that this node holds, and which devices each of them has.
+    """Show the claims that this node holds, or those allocated on another one, and which devices each of them has.
 
-    Example: [bold]gpunode claims -o yaml[/bold]
+    Example: [bold]gpunode claims -o yaml[/bold] as root on a node,
+    [bold]gpunode claims --node gpu-node-0[/bold] with a kubeconfig
     """
+    if node:
+        _of_node(kubeconfig, node, driver, output)
+        return
+    if kubeconfig is not None:
+        fail("--kubeconfig goes with --node; without them the files of this node are read", 2)
     loaded = _read(kubelet_dir, driver)
     entries = sorted(loaded.entries.values(), key=lambda e: (e.namespace, e.name))
     if output is not Format.TABLE:
@@ -81,6 +93,16 @@ def claims(
         console().print(_table(entries) if entries else "this node holds no claims")
     if loaded.problems:
         fail("; ".join(loaded.problems) + "; the agent sets this right from the API server")
+
+
+def _of_node(kubeconfig: Path | None, node: str, driver: str, output: Format) -> None:
+    from gpunode.cli import node_claims
+
+    found = node_claims.plain(node_claims.read(kubeconfig, node), node, driver)
+    if output is not Format.TABLE:
+        emit({"claims": found}, output)
+    else:
+        console().print(node_claims.table(found) if found else f"no claims have devices of {driver} on {node}")
 
 
 def _read(kubelet_dir: Path, driver: str) -> "Loaded":
