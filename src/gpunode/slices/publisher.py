@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -10,7 +11,7 @@ from gpunode.kube.cache import Cache
 from gpunode.kube.client import Api, decode
 from gpunode.kube.errors import ApiError, UnreachableError
 from gpunode.kube.events import ObjectRef, Recorder
-from gpunode.kube.kinds import SLICES
+from gpunode.kube.kinds import NODES, SLICES
 from gpunode.model.resource import ResourceSlice
 from gpunode.slices.changes import Changes, changes
 from gpunode.slices.linter import drop_bad
@@ -78,10 +79,20 @@ class Publisher:
         for problem in problems:
             await self._recorder.emit(self._about, "DeviceNotPublished", str(problem), "Warning", "Publish")
         todo = changes(good, existing)
-        if todo.create or todo.update or todo.delete:
+        if todo:
             self.published.clear()
+            if todo.create:
+                await self._find_owner()
             await self._write(todo)
         self.published.set()
+
+    async def _find_owner(self) -> None:
+        """The Node as it is now. Raises ApiError while there is none: slices owned by a Node that is gone would be
+        collected as fast as they are made."""
+        node = await self._api.get(NODES.path(name=self._about.name), NODES.type)
+        if node.metadata.uid != self._about.uid:
+            logger.info("Node %s was made anew; its slices belong to it from now on", self._about.name)
+            self._about = replace(self._about, uid=node.metadata.uid)
 
     async def _write(self, todo: Changes) -> None:
         """Creates and updates first, so that a pool that grows or moves never has fewer slices than before."""
