@@ -18,10 +18,17 @@ def fresh_cluster(
     name: str, port: int, nodes: int = 9, kubernetes: str = "1.37.2", wish: Installation = DEFAULT
 ) -> Iterator[Cluster]:
     """Nodes of eight fake A100s with gpunode installed; taken down at the end unless GPUNODE_KEEP is set."""
+    with bare_cluster(name, port, nodes, kubernetes) as found:
+        install(found, wish, _say)
+        yield found
+
+
+@contextmanager
+def bare_cluster(name: str, port: int, nodes: int, kubernetes: str = "1.37.2") -> Iterator[Cluster]:
+    """The same without gpunode."""
     down(name)
     found = up(ClusterSpec(name=name, nodes=nodes, port=port, kubernetes=kubernetes), _say)
     try:
-        install(found, wish, _say)
         yield found
     finally:
         if not os.environ.get("GPUNODE_KEEP"):

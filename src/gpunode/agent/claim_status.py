@@ -173,7 +173,7 @@ class ClaimStatuses:
             if error.not_found:
                 return True
             logger.log(
-                logging.INFO if error.conflict else logging.WARNING,
+                logging.INFO if error.raced else logging.WARNING,
                 "status of claim %s, which was released, not taken back, will retry: %s", ref.key, error,
             )  # fmt: skip
             return False

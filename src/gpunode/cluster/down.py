@@ -30,7 +30,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _CONTAINERS: Final = "k8s.io"
 _SHIM: Final = "containerd-shim"
 # Mount points that `up` makes on the host; other software may use them too, so only empty ones are removed.
-_MOUNT_POINTS: Final = ("/var/lib/kubelet", "/var/lib/cni", "/var/run/netns")
+_MOUNT_POINTS: Final = ("/var/lib/kubelet", "/var/lib/cni", "/var/run/netns", "/var/lib/gpunode")
 
 
 def down(name: str = "default", report: Report = quiet) -> bool:
@@ -207,6 +207,6 @@ def _restore_host() -> None:
     if plans() or network.any_left():
         return
     host.restore_settings(saved_settings())
-    for point in (*_MOUNT_POINTS, state_root()):
+    for point in (state_root(), *_MOUNT_POINTS):
         with contextlib.suppress(OSError):
             Path(point).rmdir()

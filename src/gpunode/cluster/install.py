@@ -32,12 +32,14 @@ class Installation:
 
     metrics_port: of the agents; they share the host's ports, so only one agent can have it. 0: no metrics.
     health_policy: a file for all agents, read when they start; see docs/health.md.
+    driver: the name that agents publish under.
     """
 
     profile: str = "dgx-a100-80"
     verbose: bool = False
     metrics_port: int = 0
     health_policy: Path | None = None
+    driver: str = DEFAULT_DRIVER
 
 
 def agent_name(node: str, instance: str = "") -> str:
@@ -107,7 +109,7 @@ def start_agent(cluster: Cluster, node: Node, wish: Installation, instance: str 
         *("agent", "--node-name", node.name, "--kubeconfig", str(config)),
         *("--backend", "fake", "--profile", wish.profile),
         *("--fake-root", str(node.state / "fake"), "--state-dir", str(node.state / "gpunode")),
-        *("--metrics-port", str(wish.metrics_port)),
+        *("--metrics-port", str(wish.metrics_port), "--driver", wish.driver),
         *(("--health-policy", str(wish.health_policy)) if wish.health_policy is not None else ()),
     ]
     cluster.processes.start(agent_name(node.name, instance), command)

@@ -43,6 +43,8 @@ class NodeFiles:
             (self.root / "var-lib-kubelet", Path("/var/lib/kubelet")),
             (self.root / "var-lib-cni", Path("/var/lib/cni")),
             (self.kmsg, Path("/dev/kmsg")),
+            # Last: state directories usually lie in here, see NodeRunner.
+            (self.root / "var-lib-gpunode", Path("/var/lib/gpunode")),
         )
 
 

@@ -1,4 +1,4 @@
-"""One node: a mount namespace with its own /run, /var/lib/kubelet and /dev/kmsg, containerd and kubelet in it.
+"""One node: a mount namespace with containerd and kubelet in it, and its own /run, /var/lib/kubelet and so on.
 
 The namespace lives as long as any process in it: a `sleep` holds it, and if that was killed, the node's other
 processes still lead into it. Its mounts vanish with it, so nothing has to be unmounted after a crash.
@@ -139,14 +139,23 @@ class NodeRunner:
         return record.pid
 
     def _mount(self, holder: int) -> None:
+        def mount(*arguments: str) -> None:
+            _run("nsenter", "-t", str(holder), "-m", "--", "mount", *arguments)
+
+        state = self.layout.state
         for source, target in self.files.binds:
             if _same_file(source, Path(f"/proc/{holder}/root{target}")):
                 continue
             if source != self.files.kmsg:
                 target.mkdir(parents=True, exist_ok=True)
-            _run("nsenter", "-t", str(holder), "-m", "--", "mount", "--bind", str(source), str(target))
+            if state.is_relative_to(target):
+                # The cluster's own files, which the node's processes name by these paths, must not be hidden.
+                kept = source / state.relative_to(target)
+                kept.mkdir(parents=True, exist_ok=True)
+                mount("--bind", str(state), str(kept))
+            mount("--rbind", str(source), str(target))
         # Mounts that kubelet makes for a pod must reach the containers.
-        _run("nsenter", "-t", str(holder), "-m", "--", "mount", "--make-rshared", "/var/lib/kubelet")
+        mount("--make-rshared", "/var/lib/kubelet")
 
     def _containerd_answers(self) -> bool:
         self.check("containerd")
