@@ -67,6 +67,8 @@ async def run_controller(options: ControllerOptions) -> None:
                 tasks.create_task(loop.run())
         finally:
             await worker.close()
+            # Nothing of ours decides or writes any more.
+            await lease.release()
 
 
 @dataclass(frozen=True)
