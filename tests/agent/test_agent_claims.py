@@ -314,6 +314,18 @@ async def test_a_call_during_a_look_is_not_forgotten() -> None:
     task.cancel()
 
 
+async def test_another_agents_coming_or_leaving_brings_on_a_look() -> None:
+    looks = Looks(findings())
+    lookout = looks.lookout = Lookout(looks, lambda _: None, every_s=3600, soon_s=0, pause_s=0)
+    task = asyncio.create_task(lookout.run())
+    await looks.reach(1)
+    await asyncio.sleep(0.05)
+    assert looks.count == 1
+    lookout.wake()
+    await looks.reach(2)
+    task.cancel()
+
+
 async def test_a_look_comes_by_itself_too() -> None:
     looks = Looks(findings())
     task = asyncio.create_task(Lookout(looks, lambda _: None, every_s=0.01, soon_s=0, pause_s=0).run())

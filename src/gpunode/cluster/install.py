@@ -32,7 +32,7 @@ class Installation:
 
     metrics_port: of the agents; they share the host's ports, so only one agent can have it. 0: no metrics.
     health_policy: a file for all agents, read when they start; see docs/health.md.
-    driver: the name that agents publish under.
+    driver: the name that agents publish under, and whose devices the controller places.
     """
 
     profile: str = "dgx-a100-80"
@@ -58,7 +58,7 @@ def install(cluster: Cluster, wish: Installation, report: Callable[[str, float],
     report("Starting the agents", 0.2)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda node: start_agent(cluster, node, wish), cluster.nodes))
-    _wait_for_slices(cluster, report)
+    _wait_for_slices(cluster, wish.driver, report)
 
 
 def apply_manifests(cluster: Cluster) -> None:
@@ -92,7 +92,10 @@ def kubectl(cluster: Cluster, *arguments: str) -> str:
 def start_controller(cluster: Cluster, wish: Installation) -> None:
     """Start the controller unless it runs."""
     config = cluster.token(SYSTEM_NAMESPACE, "gpunode-controller")
-    command = [*_gpunode(wish), "controller", "--kubeconfig", str(config), "--identity", "local", "--metrics-port", "0"]
+    command = [
+        *(*_gpunode(wish), "controller", "--kubeconfig", str(config), "--identity", "local"),
+        *("--metrics-port", "0", "--driver", wish.driver),
+    ]
     cluster.processes.start(CONTROLLER, command)
 
 
@@ -119,13 +122,13 @@ def _gpunode(wish: Installation) -> list[str]:
     return [sys.executable, "-m", "gpunode", *(["-v"] if wish.verbose else [])]
 
 
-def _wait_for_slices(cluster: Cluster, report: Callable[[str, float], None]) -> None:
+def _wait_for_slices(cluster: Cluster, driver: str, report: Callable[[str, float], None]) -> None:
     wanted = {node.name for node in cluster.nodes}
     deadline = time.monotonic() + _READY_SECONDS
     told = -1
     while True:
         listed = cluster.api.call("GET", "/apis/resource.k8s.io/v1/resourceslices")["items"]
-        found = {item["spec"].get("nodeName") for item in listed if item["spec"]["driver"] == DEFAULT_DRIVER}
+        found = {item["spec"].get("nodeName") for item in listed if item["spec"]["driver"] == driver}
         missing = sorted(wanted - found)
         done = len(wanted) - len(missing)
         if done != told:
