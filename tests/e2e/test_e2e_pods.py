@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,35 +56,41 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 
 @dataclass
 class Churn:
-    """Pods with a GPU each that start and stop, one after the other. started: how many ran."""
+    """Pods with a GPU each that start and stop. started: how many ran."""
 
     here: Scene
     started: int = 0
-    failed: list[str] = field(default_factory=list)
 
-    async def run(self, turn: int) -> None:
-        """Until cancelled."""
-        while True:
-            name = f"churn-{turn}-{self.started}"
+    async def run(self, row: int) -> None:
+        """One after the other until cancelled. Fails when one does not run, or does not go."""
+        for number in itertools.count():
+            name = f"churn-{row}-{number}"
             await self.here.api.create(PODS.path(self.here.namespace), self.here.pod(name, "one"))
-            await self.here.until(f"{name} runs", lambda name=name: bool(self.here.running(name)))  # type: ignore[misc]
+            await self.here.until(f"{name} runs", partial(self._runs, name))
             self.started += 1
             await self.here.delete(name)
-            gone = f"{self.here.namespace}/{name}"
-            await self.here.until(f"{name} is gone", lambda gone=gone: gone not in self.here.pods.items)  # type: ignore[misc]
+            await self.here.until(f"{name} is gone", partial(self._gone, name))
+
+    def _runs(self, name: str) -> bool:
+        return bool(self.here.running(name))
+
+    def _gone(self, name: str) -> bool:
+        return f"{self.here.namespace}/{name}" not in self.here.pods.items
 
 
 @asynccontextmanager
 async def churning(here: Scene) -> AsyncIterator[Churn]:
-    """One pod at a time beside the block. Raises what went wrong with them."""
+    """Two rows of such pods beside the block. Raises what went wrong with them."""
     churn = Churn(here)
-    task = asyncio.create_task(churn.run(0))
+    tasks = [asyncio.create_task(churn.run(row)) for row in range(2)]
     try:
         yield churn
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 @asynccontextmanager
