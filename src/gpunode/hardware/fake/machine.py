@@ -14,6 +14,7 @@ from gpunode.hardware.fake.faults import Fault
 from gpunode.hardware.fake.handles import device_handle
 from gpunode.hardware.fake.nvml import FakeNvml
 from gpunode.hardware.fake.state import NO_INSTANCE, FakeGpu, FakeState, Play, fresh_gpu, load_state
+from gpunode.hardware.fake.tools import write_tools
 from gpunode.hardware.roots import Roots
 
 
@@ -41,6 +42,7 @@ class FakeMachine:
             roots.kmsg.unlink(missing_ok=True)
         if booted or not roots.dev.is_dir():  # otherwise containers may be using the device nodes
             tree.build(state, roots)
+        write_tools(base / "bin")
         state.capabilities = partial(tree.write_capabilities, state, roots)
         if booted:
             version = state.saved.driver_version

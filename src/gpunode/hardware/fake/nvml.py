@@ -37,6 +37,11 @@ _ARCHITECTURES = {
 _SUPPORTED_EVENTS = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 _MAX_MIG = 7
 _GPU_ONLY = (Kind.GPU,)
+_COMPUTE_MODES = (
+    pynvml.NVML_COMPUTEMODE_DEFAULT,
+    pynvml.NVML_COMPUTEMODE_PROHIBITED,
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+)
 # These replace faulty memory by pages; rows came with Ampere.
 _PAGE_RETIREMENT = ("Volta", "Turing")
 # Compute slices by compute instance profile; numbers are NVML's.
@@ -143,6 +148,18 @@ class FakeNvml:
             fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info.total = info.free = mib * _MIB
         return info
+
+    def nvmlDeviceGetComputeMode(self, handle: Handle) -> int:
+        return self._gpu(handle).saved.compute_mode
+
+    def nvmlDeviceSetComputeMode(self, handle: Handle, mode: int) -> None:
+        """Root only on real drivers. EXCLUSIVE_THREAD is gone from them."""
+        with self.state.changed:
+            gpu = self._gpu(handle)
+            if mode not in _COMPUTE_MODES:
+                fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            gpu.saved.compute_mode = mode
+            self.state.save()
 
     # NVLink and fabric
 

@@ -45,6 +45,7 @@ class GpuSaved(msgspec.Struct, kw_only=True):
     fabric_state: int = 0
     fabric_summary: int = pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED
     fabric_mask: int = 0
+    compute_mode: int = pynvml.NVML_COMPUTEMODE_DEFAULT
     mig_enabled: bool = False
     mig_pending: bool = False
     instances: list[MigInstance] = []
