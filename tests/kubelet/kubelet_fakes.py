@@ -1,7 +1,9 @@
 """The other sides of the kubelet plugin: an API server that knows claims, a kubelet that dials unix sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +14,18 @@ import msgspec
 
 from gpunode.kubelet.cdi import CdiStore, spec
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries, State
-from gpunode.kubelet.config import Sharing
+from gpunode.kubelet.config import Mps, Sharing
 from gpunode.kubelet.effects import Effects
 from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.ledger import Ledger
+from gpunode.kubelet.mps.control import MpsDaemons, Patience
+from gpunode.kubelet.mps.files import DaemonState, KeeperState, MpsFiles, Phase, Wanted, encode, read
 from gpunode.kubelet.plugin import KubeletPaths
 from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.proto import registration_v1_pb2 as registration
 from gpunode.kubelet.resolve import ClaimRef, Node, conflict
-from gpunode.kubelet.seams import Notice, Steps, no_step
+from gpunode.kubelet.seams import Notice, SharingControl, Steps, no_step
+from gpunode.kubelet.sharing import Strategies
 from gpunode.model.errors import HardwareError, InUseError
 from gpunode.model.injection import DeviceNode, DeviceNodes
 from gpunode.model.resource import ResourceClaim
@@ -164,9 +169,10 @@ class FakeSharing:
         self.directory = directory
         self.step = step
         self.broken: set[str] = set()
+        self.silent: dict[str, str] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
-    def refuses(self, sharing: Sharing) -> str:
+    def refuses(self, wanted: Mapping[Sharing, Mapping[str, DeviceNodes]]) -> str:
         return ""
 
     def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
@@ -190,9 +196,76 @@ class FakeSharing:
         self.step(f"reset sharing of {device}")
         (self.directory / device).unlink(missing_ok=True)
 
+    def confirm(self, devices: Collection[str]) -> None:
+        if waiting := self.silent.keys() & set(devices):
+            raise HardwareError(self.silent[min(waiting)])
+
+    def troubles(self) -> Mapping[str, str]:
+        return self.silent
+
     def _check(self, device: str) -> None:
         if device in self.broken:
             raise HardwareError("Unknown Error")
+
+
+class FakeModes:
+    """Compute modes as files: a UUID that has one is exclusive."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lost: set[str] = set()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def exclusive(self, uuid: str) -> None:
+        if uuid in self.lost:
+            raise HardwareError(f"{uuid}: GPU is lost")
+        os.close(os.open(self.directory / uuid, os.O_CREAT | os.O_WRONLY))
+
+    def default(self, uuid: str) -> None:
+        (self.directory / uuid).unlink(missing_ok=True)
+
+    def set(self) -> set[str]:
+        return {file.name for file in self.directory.iterdir()}
+
+
+class TurnKeeper:
+    """The keeper's side of the files without processes: it acts when its turn comes, and dies with the test.
+
+    says: what becomes of the daemon of a name; nothing said: it is ready.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.files = MpsFiles(root)
+        self.says: dict[str, DaemonState] = {}
+        self.fd = -1
+        self.token = ""
+
+    def start(self) -> None:
+        self.files.daemons_dir.mkdir(parents=True, exist_ok=True)
+        self.token = os.urandom(4).hex()
+        self.fd = self.files.announce(KeeperState(self.token, os.getpid()))
+
+    def die(self) -> None:
+        os.close(self.fd)
+        self.fd = -1
+
+    def turn(self, _seconds: float = 0.0) -> None:
+        if self.fd < 0:
+            return
+        wanted = {name: read(self.files.wanted(name), Wanted) for name in self.files.names_wanted()}
+        running = {name: one for name, one in wanted.items() if one is not None and not one.stop}
+        for name in self.files.names_kept():
+            if name not in running:
+                shutil.rmtree(self.files.daemon(name))
+        for name, one in running.items():
+            self.files.daemon(name).mkdir(parents=True, exist_ok=True)
+            ready = DaemonState(phase=Phase.READY, wanted=None, keeper="")
+            state = msgspec.structs.replace(self.says.get(name, ready), wanted=one, keeper=self.token)
+            self._write(self.files.state(name), encode(state))
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data)
 
 
 def gpu_config(strategy: str = "TimeSlicing", kind: str = "GpuConfig", source: str = "FromClaim", **more: Any) -> Any:
@@ -202,9 +275,14 @@ def gpu_config(strategy: str = "TimeSlicing", kind: str = "GpuConfig", source: s
 
 
 class Machine:
-    """One node's disk and hardware under `tmp`; every `ledger` is a plugin process started on it."""
+    """One node's disk and hardware under `tmp`; every `ledger` is a plugin process started on it.
 
-    def __init__(self, tmp: Path, devices: Callable[[], dict[str, DeviceNodes]] = with_partitions) -> None:
+    mps: strategy MPS is the real one, with a keeper that has its turn whenever the plugin waits.
+    """
+
+    def __init__(
+        self, tmp: Path, devices: Callable[[], dict[str, DeviceNodes]] = with_partitions, *, mps: bool = False
+    ) -> None:
         self.tmp = tmp
         self.boot = BOOT
         self.devices = devices
@@ -213,19 +291,34 @@ class Machine:
         self.paths.plugin_dir(DRIVER).mkdir(parents=True, exist_ok=True)
         self.partitioner = FakePartitioner(tmp / "partitions")
         self.sharing = FakeSharing(tmp / "sharing")
+        self.mps = mps
+        self.modes = FakeModes(tmp / "modes")
+        self.keeper = TurnKeeper(self.paths.plugin_dir(DRIVER) / "mps")
+        if mps:
+            self.keeper.start()
+
+    def control(self, step: Steps = no_step) -> SharingControl:
+        """The sharing of one plugin process."""
+        self.sharing.step = step
+        if not self.mps:
+            return self.sharing
+        patience = Patience(ready=0.2, stopped=0.2)
+        return Strategies(
+            self.sharing, MpsDaemons(self.keeper.files.root, self.modes, step, patience, self.keeper.turn)
+        )
 
     def ledger(self, step: Steps = no_step) -> Ledger:
-        self.partitioner.step = self.sharing.step = step
+        self.partitioner.step = step
         return Ledger(
             node=Node(DRIVER, POOL, self.boot), devices=self.devices,
             checkpoint=CheckpointFile(self.paths.checkpoint(DRIVER), step),
             cdi=CdiStore(self.paths.cdi, DRIVER, step), lock=NodeLock(self.paths.lock(DRIVER), timeout_s=5),
-            effects=Effects(self.partitioner, self.sharing, step), notify=self.notices.append,
+            effects=Effects(self.partitioner, self.control(step), step), notify=self.notices.append,
         )  # fmt: skip
 
     def reboot(self) -> None:
         self.boot = f"boot-{int(self.boot.partition('-')[2]) + 1}"
-        for directory in (self.paths.cdi, self.partitioner.directory, self.sharing.directory):
+        for directory in (self.paths.cdi, self.partitioner.directory, self.sharing.directory, self.modes.directory):
             for file in directory.iterdir() if directory.is_dir() else ():
                 file.unlink()
 
@@ -240,7 +333,16 @@ class Machine:
         assert {f.name for f in self.partitioner.directory.iterdir()} == {
             f"{d.device}.{part}" for d in devices if d.nodes.dynamic for part in ("gi", "ci")
         }
-        assert {f.name for f in self.sharing.directory.iterdir()} == {d.device for d in devices if d.sharing}
+        through_mps = [d for d in devices if self.mps and isinstance(d.sharing, Mps)]
+        assert {f.name for f in self.sharing.directory.iterdir()} == {
+            d.device for d in devices if d.sharing and d not in through_mps
+        }
+        self.keeper.turn()
+        wanted = [read(self.keeper.files.wanted(name), Wanted) for name in self.keeper.files.names_wanted()]
+        assert {d for one in wanted if one for d in one.devices} == {d.device for d in through_mps}
+        assert not any(one is None or one.stop for one in wanted)
+        assert {one.name for one in wanted if one} == set(self.keeper.files.names_kept())
+        assert self.modes.set() == {d.nodes.uuid for d in through_mps if not d.nodes.parent}
         for entry in entries.values():
             assert conflict(entry, entries.values()) is None
         return entries

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kubelet_fakes import GPUS, PARTITIONS, Machine, claim, gpu_config, ref, result
+from kubelet_fakes import GPUS, PARTITIONS, Machine, claim, gpu_config, ref
 
 from gpunode.kubelet.checkpoint import Entry
 from gpunode.kubelet.ledger import Ledger
@@ -16,9 +16,11 @@ from gpunode.model.resource import ResourceClaim
 
 PLAIN = claim(1, GPUS[0], GPUS[1])
 SLICED = claim(2, GPUS[2], GPUS[3], config=[gpu_config()])
-PARTED = claim(3, *(result(name) for name in PARTITIONS), config=[gpu_config("MPS", "MigConfig")])
+PARTED = claim(3, PARTITIONS[0])
+THROUGH_MPS = claim(4, GPUS[4], GPUS[6], config=[gpu_config("MPS", mps={"activeThreadPercentage": 50})])
+PARTED_MPS = claim(5, PARTITIONS[1], config=[gpu_config("MPS", "MigConfig")])
 OLD = claim(9, GPUS[5], config=[gpu_config()])  # prepared before, and to stay untouched
-CLAIMS = [PLAIN, SLICED, PARTED]
+CLAIMS = [PLAIN, SLICED, PARTED, THROUGH_MPS, PARTED_MPS]
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ OPERATIONS: dict[str, tuple[Operation, Operation | None]] = {
 
 
 def machine(tmp: Path, operation: str) -> Machine:
-    node = Machine(tmp)
+    node = Machine(tmp, mps=True)
     prepare(node.ledger(), [OLD])
     if before := OPERATIONS[operation][1]:
         before(node.ledger(), CLAIMS)
@@ -184,7 +186,7 @@ def test_rebooted_after_the_kill(tmp_path: Path, operation: str) -> None:
         node.ledger().repair()
         assert node.check() == {}
         prepare(node.ledger(), [*CLAIMS, OLD])
-        assert len(node.check()) == 4
+        assert len(node.check()) == len(CLAIMS) + 1
 
 
 def test_every_change_on_disk_has_a_fault_point_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

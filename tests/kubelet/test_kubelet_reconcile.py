@@ -291,8 +291,10 @@ def test_status_devices_say_how_a_device_is_shared() -> None:
 
     assert phrase(None) == phrase(None, admin=True) == ""
     assert phrase(TimeSlicing(Interval.LONG)) == "time slicing, interval Long"
-    assert phrase(Mps(25, 1024)) == "MPS, 25 % of threads, 1024 bytes pinned"
-    assert phrase(Mps(), share_id="s") == "MPS"
+    assert phrase(Mps(25, 1024)) == "MPS, each process at most 25 % of threads and 1024 bytes of memory"
+    assert phrase(Mps(25, 1024), share_id="s") == phrase(Mps(25, 1024))
+    assert phrase(Mps(), share_id="s").startswith("MPS; share is accounting only")
+    assert phrase(Mps(25), share_id="s").startswith("MPS, each process at most 25 % of threads; share is accounting")
     assert phrase(TimeSlicing(), share_id="s").startswith("time slicing, interval Default; share is accounting only")
 
 

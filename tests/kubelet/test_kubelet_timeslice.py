@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kubelet_fakes import GPUS, FakeApi, Machine, all_devices, claim, gpu_config, make_engine, ref
+from kubelet_fakes import GPUS, FakeApi, all_devices, claim, gpu_config, make_engine, ref
 
 from gpunode.kubelet.config import Interval, Mps, TimeSlicing
-from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.timeslice import TimeSlices, run_command
 from gpunode.model.errors import HardwareError
 
@@ -39,15 +38,6 @@ async def test_a_claim_sets_the_slice_and_its_release_sets_it_back(tmp_path: Pat
     await engine.unprepare([ref(one)])
     assert tool.slices == {"GPU-0": 0, "GPU-1": 0}
     assert sharing.active() == frozenset()
-
-
-async def test_mps_is_refused_with_the_reason_and_leaves_nothing(tmp_path: Path) -> None:
-    sharing = TimeSlices(tmp_path / "slices", Tool())
-    one = claim(1, GPUS[0], config=[gpu_config("MPS")])
-    engine = make_engine(tmp_path, FakeApi(one), sharing=sharing)
-    answer = (await engine.prepare([ref(one)]))[one.metadata.uid]
-    assert isinstance(answer, ClaimError) and answer.kind is ErrorKind.CONFIG and "MPS" in answer.message
-    assert Machine(tmp_path).check() == {}
 
 
 def test_a_kill_between_note_and_setting_is_cleared(tmp_path: Path) -> None:
@@ -84,7 +74,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
         slices.clear(GPUS[0])
     with pytest.raises(HardwareError, match="not a device name"):
         slices.clear("../x")
-    with pytest.raises(HardwareError, match="MPS"):
+    with pytest.raises(HardwareError, match="Mps is not time slicing"):
         slices.apply("u", Mps(), nodes)
 
 

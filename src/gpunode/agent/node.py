@@ -20,6 +20,7 @@ from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
 from gpunode.agent.succession import Succession
+from gpunode.hardware.compute_mode import ComputeModes
 from gpunode.hardware.nodes import device_nodes
 from gpunode.hardware.partitions import MigPartitioner
 from gpunode.hardware.rescan import Scanner
@@ -37,12 +38,14 @@ from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.guard import BlackHoleGuard
 from gpunode.kubelet.health import DeviceReport, HealthFeed
 from gpunode.kubelet.metrics import KubeletMetrics
+from gpunode.kubelet.mps.control import MpsDaemons
 from gpunode.kubelet.plugin import KubeletPaths, KubeletPlugin
 from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.processes import OpenDevices
 from gpunode.kubelet.reconcile import SecondLook
 from gpunode.kubelet.resolve import Node
 from gpunode.kubelet.seams import Notice
+from gpunode.kubelet.sharing import Strategies
 from gpunode.kubelet.timeslice import TimeSlices
 from gpunode.model.faults import FaultOrder
 from gpunode.model.hardware import Gpu, Inventory, device_name
@@ -124,6 +127,7 @@ class NodeAgent:
         paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
         claims = LiveClaims(self._api, options.driver, options.node)
         metrics = KubeletMetrics(self._registry)
+        directory = paths.plugin_dir(options.driver)
         engine = PrepareEngine(
             node=Node(options.driver, options.node, self._inventory.boot_id),
             claims=claims,
@@ -133,7 +137,10 @@ class NodeAgent:
             lock=NodeLock(paths.lock(options.driver)),
             allocated=claims.allocated,
             partitioner=self._partitioner(),
-            sharing=TimeSlices(paths.plugin_dir(options.driver) / "timeslices", machine.run),
+            sharing=Strategies(
+                TimeSlices(directory / "timeslices", machine.run),
+                MpsDaemons(directory / "mps", ComputeModes(machine.nvml)),
+            ),
             notify=self._on_notice,
             changed=self._on_claims,
             metrics=metrics,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from gpunode.cli import agent, claims, cluster, controller, demo, devices, explain, faults, health, quarantine
+from gpunode.cli import agent, claims, cluster, controller, demo, devices, explain, faults, health, mps, quarantine
 from gpunode.cli.output import tell
 
 # Base of all errors about arguments. typer keeps its copy of click private, so it is reached through a public one.
@@ -51,6 +51,7 @@ def options(
 
 agent.register(app)
 controller.register(app)
+mps.register(app)
 explain.register(app)
 demo.register(app)
 devices.register(app)

@@ -15,7 +15,7 @@ from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
 from gpunode.kubelet.config import Sharing
 from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.seams import Partitioner, SharingControl, Steps, no_step
-from gpunode.model.errors import HardwareError
+from gpunode.model.errors import HardwareError, NotOfferedError
 from gpunode.model.injection import DeviceNodes
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,28 @@ class Effects:
                     ErrorKind.CONFIG,
                     f"claim {entry.key}: this node makes no partitions, so {held.device} cannot be had",
                 )
-            if held.sharing is not None and (why := self._refuses(held.sharing)):
-                raise ClaimError(ErrorKind.CONFIG, f"claim {entry.key}: sharing of {held.device}: {why}")
+        if wanted := _by_sharing(entry, {d.device: d.nodes for d in entry.devices}):
+            why = "this node offers none" if self.sharing is None else self.sharing.refuses(wanted)
+            if why:
+                names = ", ".join(sorted(d.device for d in entry.devices if d.sharing is not None))
+                raise ClaimError(ErrorKind.CONFIG, f"claim {entry.key}: sharing of {names}: {why}")
 
-    def _refuses(self, sharing: Sharing) -> str:
-        return "this node offers none" if self.sharing is None else self.sharing.refuses(sharing)
+    def confirm(self, entry: Entry) -> None:
+        """Before an entry that is completed is handed out again. Raises ClaimError."""
+        shared = tuple(sorted(d.device for d in entry.devices if d.sharing is not None))
+        if shared and self.sharing is not None:
+            with _told(entry, shared, "sharing"):
+                self.sharing.confirm(shared)
+
+    def troubles(self, entries: Iterable[Entry]) -> dict[str, str]:
+        """Completed entries, by UID, whose sharing does not work now, with the reason. Raises HardwareError."""
+        why = self.sharing.troubles() if self.sharing is not None else {}
+        return {
+            entry.uid: f"{d.device}: {why[d.device]}"
+            for entry in entries
+            for d in entry.devices
+            if entry.state is State.COMPLETED and d.sharing is not None and d.device in why
+        }
 
     def intact(self, entry: Entry) -> bool:
         """Whether the partitions that the entry needs exist (whole GPUs do). Raises ClaimError(HARDWARE)."""
@@ -126,6 +143,8 @@ def _told(entry: Entry, devices: tuple[str, ...], doing: str) -> Iterator[None]:
     """Whatever a hardware seam raises, as this claim's error: a driver's surprise must not fail other claims."""
     try:
         yield
+    except NotOfferedError as error:
+        raise ClaimError(ErrorKind.CONFIG, f"claim {entry.key}: {doing}: {error}") from error
     except HardwareError as error:
         raise ClaimError(ErrorKind.HARDWARE, f"claim {entry.key}: {doing} failed: {error}", devices) from error
     except Exception as error:

@@ -237,7 +237,10 @@ class Ledger:
         if not needed(entry):
             return replace(entry, state=State.COMPLETED)
         # What was completed stays so: its partition has its nodes, and containers may be using it.
-        return known if known and known.state is State.COMPLETED and self.effects.intact(known) else entry
+        if known is None or known.state is not State.COMPLETED or not self.effects.intact(known):
+            return entry
+        self.effects.confirm(known)
+        return known
 
     def _finish(self, entry: Entry, entries: Entries) -> Entry | ClaimError:
         """From started to completed, or back to nothing. What cannot be undone stays started, for the next try."""

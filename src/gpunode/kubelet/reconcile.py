@@ -18,6 +18,7 @@ from gpunode.kubelet.metrics import KubeletMetrics
 from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.resolve import results_of
 from gpunode.kubelet.seams import ClaimReader, Leftover, Notice, Notify, Processes
+from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim
 
@@ -86,6 +87,7 @@ class SecondLook:
         self._stale: frozenset[str] = frozenset()
         self._known: dict[str, DeviceNodes] = {}
         self._lingering: dict[str, DeviceNodes] = {}
+        self._troubles: dict[str, str] = {}
 
     async def run(self) -> Findings:
         """Compare and repair once. Raises OSError, TimeoutError when the plugin's own files cannot be used."""
@@ -93,6 +95,7 @@ class SecondLook:
         if repairs.lost and (failure := await self._engine.adopt_lost()):
             logger.warning("%s", failure)
         entries = await self._entries()
+        await self._watch_sharing(entries)
         verdicts = await self._judge(entries)
         leftovers = await self._leftovers(entries, verdicts)
         released = await self._release(entries, verdicts, leftovers)
@@ -114,6 +117,20 @@ class SecondLook:
     async def _entries(self) -> Entries:
         boot = self._engine.ledger.node.boot_id
         return {uid: e for uid, e in (await self._engine.entries()).items() if e.boot_id == boot}
+
+    async def _watch_sharing(self, entries: Entries) -> None:
+        """Tell, once, of claims whose sharing has stopped working under their containers."""
+        effects = self._engine.ledger.effects
+        try:
+            found = await self._engine.run(lambda: effects.troubles(entries.values()))
+        except HardwareError as error:
+            logger.warning("whether sharing works cannot be told: %s", error)
+            return
+        for uid, why in found.items():
+            if self._troubles.get(uid) != why:
+                entry = entries[uid]
+                self._notify(Notice("SharingNotWorking", why, (entry.namespace, entry.name, uid)))
+        self._troubles = found
 
     async def _judge(self, entries: Entries) -> dict[str, Verdict]:
         driver = self._engine.ledger.node.driver

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
-from gpunode.kubelet.config import ConfigError, Sharing, sharing_for
+from gpunode.kubelet.config import ConfigError, Mps, Sharing, sharing_for
 from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import AllocationResult, ResourceClaim
@@ -120,7 +120,8 @@ def conflict(entry: Entry, others: Iterable[Entry]) -> ClaimError | None:
     """Why `entry` cannot have its devices next to what other claims of this boot hold, or None.
 
     A device, or a GPU and a partition of it, belongs to one claim. Admin access never conflicts. Shares of one device
-    (distinct share ids) go together unless they ask for different sharing settings.
+    (distinct share ids) go together unless they ask for different sharing settings, or through MPS, where one daemon
+    serves the devices of a claim, for different devices.
     """
     wanted = [d for d in entry.devices if not d.admin]
     for other in others:
@@ -134,7 +135,17 @@ def conflict(entry: Entry, others: Iterable[Entry]) -> ClaimError | None:
                         f"claim {entry.key}: device {mine.device} {why} claim {other.key} (UID {other.uid}) on this "
                         "node until the kubelet releases it",
                     )
+                if mine.share_id and held.device == mine.device and _through_mps(entry) != _through_mps(other):
+                    return ClaimError(
+                        ErrorKind.HELD,
+                        f"claim {entry.key}: device {mine.device} is shared through MPS by claim {other.key}, whose "
+                        "daemon does not serve the same devices; ask for the shares of each GPU in claims of their own",
+                    )
     return None
+
+
+def _through_mps(entry: Entry) -> set[str]:
+    return {d.device for d in entry.devices if not d.admin and isinstance(d.sharing, Mps)}
 
 
 def _clash(mine: HeldDevice, held: HeldDevice) -> str:

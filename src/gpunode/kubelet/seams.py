@@ -1,6 +1,6 @@
 """What the kubelet plugin needs from others, as protocols: claims, hardware, and someone to tell."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,14 +50,14 @@ class Partitioner(Protocol):
 class SharingControl(Protocol):
     """Applies time slicing or MPS to the devices of one claim. Blocking; can be called again after a kill."""
 
-    def refuses(self, sharing: Sharing) -> str:
-        """Why this node cannot apply it, or "" when it can."""
+    def refuses(self, wanted: Mapping[Sharing, Mapping[str, DeviceNodes]]) -> str:
+        """Why this node cannot apply what one claim wants, its devices by sharing and name, or "" when it can."""
         ...
 
     def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
         """Set the devices (by name) up for the claim; returns them with what containers need in addition.
 
-        Raises HardwareError.
+        Raises HardwareError, NotOfferedError when no device is at fault.
         """
         ...
 
@@ -74,6 +74,29 @@ class SharingControl(Protocol):
 
     def clear(self, device: str) -> None:
         """Back to the default, whoever it was set up for. Raises HardwareError, InUseError."""
+        ...
+
+    def confirm(self, devices: Collection[str]) -> None:
+        """Before devices that are set up are handed out again: wait a few seconds for what serves them.
+
+        Raises HardwareError, NotOfferedError when it does not.
+        """
+        ...
+
+    def troubles(self) -> Mapping[str, str]:
+        """Devices that are set up and do not work as they should now, with the reason. Raises HardwareError."""
+        ...
+
+
+class ComputeMode(Protocol):
+    """How many processes may use a whole GPU at a time. Blocking; raises HardwareError."""
+
+    def exclusive(self, uuid: str) -> None:
+        """One process."""
+        ...
+
+    def default(self, uuid: str) -> None:
+        """Any number. A GPU that is gone needs nothing."""
         ...
 
 

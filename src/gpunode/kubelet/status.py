@@ -78,15 +78,17 @@ def _data(held: HeldDevice) -> dict[str, Any]:
 
 
 def _sharing(held: HeldDevice) -> str:
-    """One phrase; says that a share without MPS is a promise and not a limit."""
+    """One phrase; says where a share is a promise and not a limit."""
     match held.sharing:
         case TimeSlicing(interval):
             how = f"time slicing, interval {interval}"
         case Mps(threads, memory):
-            limits = [f"{threads} % of threads" if threads else "", f"{memory} bytes pinned" if memory else ""]
-            how = "MPS" + "".join(f", {limit}" for limit in limits if limit)
+            limits = [f"{threads} % of threads" if threads else "", f"{memory} bytes of memory" if memory else ""]
+            told = " and ".join(limit for limit in limits if limit)
+            how = f"MPS, each process at most {told}" if told else "MPS"
         case None:
             how = ""
-    if held.share_id and not isinstance(held.sharing, Mps):
-        how += ("; " if how else "") + "share is accounting only: nothing on the GPU enforces it (MPS would)"
+    if held.share_id and not (isinstance(held.sharing, Mps) and held.sharing.pinned_memory_bytes):
+        limit = "MPS with a pinnedDeviceMemoryLimit would, for each process"
+        how += ("; " if how else "") + f"share is accounting only: nothing on the GPU enforces it ({limit})"
     return how

@@ -2,20 +2,19 @@
 
     nvidia-smi compute-policy -i <uuid> --set-timeslice=<0..3>     (0 is the driver's default)
 
-NVML has no call for it. MPS is refused: its control daemon has to outlive this process, or every restart of the agent
-would end the CUDA contexts of all pods that share a GPU through it.
+NVML has no call for it.
 """
 
 import logging
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from gpunode.kubelet.config import Interval, Mps, Sharing, TimeSlicing
+from gpunode.kubelet.config import Interval, Sharing, TimeSlicing
 from gpunode.kubelet.files import write_atomic
 from gpunode.kubelet.seams import Steps, no_step
 from gpunode.model.errors import HardwareError
@@ -56,16 +55,14 @@ class TimeSlices:
         self._run = run
         self._step = step
 
-    def refuses(self, sharing: Sharing) -> str:
-        """Why this cannot be applied here, or ""."""
-        if isinstance(sharing, Mps):
-            return "strategy MPS is not offered: nothing on this node keeps MPS control daemons running"
+    def refuses(self, wanted: Mapping[Sharing, Mapping[str, DeviceNodes]]) -> str:
+        """Nothing of its own strategy."""
         return ""
 
     def apply(self, uid: str, sharing: Sharing, devices: Mapping[str, DeviceNodes]) -> Mapping[str, DeviceNodes]:
         """Set the interval of every device. Raises HardwareError."""
         if not isinstance(sharing, TimeSlicing):
-            raise HardwareError(self.refuses(sharing))
+            raise HardwareError(f"{type(sharing).__name__} is not time slicing")
         for device, nodes in devices.items():
             note = self._note(device)
             try:
@@ -108,6 +105,13 @@ class TimeSlices:
             note.unlink(missing_ok=True)
         except OSError as error:
             raise HardwareError(f"cannot remove {note}: {error}") from error
+
+    def confirm(self, devices: Collection[str]) -> None:
+        """Nothing serves a time slice that could have ended."""
+
+    def troubles(self) -> Mapping[str, str]:
+        """None: what is set stays set."""
+        return {}
 
     def _note(self, device: str) -> Path:
         if not _DEVICE.fullmatch(device):

@@ -7,3 +7,7 @@ class HardwareError(Exception):
 
 class InUseError(HardwareError):
     """The device still has users; the same call may succeed later."""
+
+
+class NotOfferedError(HardwareError):
+    """This cannot be had here, and no device is at fault: the node lacks something, or the settings are refused."""
