@@ -126,6 +126,8 @@ BOUND = {
     ),
     "kubectl apply -k daemonset/base": _DRY,
     "kubectl delete -k daemonset/base --ignore-not-found": _DRY,
+    "kubectl apply -k daemonset/mps": _DRY,
+    "kubectl delete -k daemonset/mps --ignore-not-found": _DRY,
     "kubectl delete mutatingadmissionpolicybindings --ignore-not-found gate.gpunode.dev claim-finalizer.gpunode.dev": (
         _DRY
     ),

@@ -107,8 +107,9 @@ def test_every_policy_is_told() -> None:
     assert policies <= first_cells(document("docs/operations.md"))
 
 
-def test_every_manifest_is_applied() -> None:
-    folder = ROOT / "daemonset" / "base"
+@pytest.mark.parametrize("name", ["base", "mps"])
+def test_every_manifest_is_applied(name: str) -> None:
+    folder = ROOT / "daemonset" / name
     listed: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert set(listed["resources"]) == {f.name for f in folder.glob("*.yaml")} - {"kustomization.yaml"}
 

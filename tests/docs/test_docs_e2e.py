@@ -162,6 +162,17 @@ def refusal(cluster: Cluster, driver: str, kind: str) -> str:
     return done.stderr if done.returncode else ""
 
 
+def test_the_overlay_of_the_mps_keeper_is_one(cluster: Cluster, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    text = page.partition("# kustomization.yaml for daemonset/mps\n")[2].partition("```")[0]
+    folder = os.path.relpath(ROOT / "daemonset" / "mps", tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(text.replace("PATH-TO/daemonset/mps", folder))
+    (keeper,) = yaml.safe_load_all(run(cluster, f"kubectl kustomize {tmp_path}"))
+    spec = keeper["spec"]["template"]["spec"]
+    assert spec["nodeSelector"] == {"gpunode.dev/gpus": "true"}
+    assert spec["containers"][0]["args"][-1] == "/driver-root/run/nvidia/driver"
+
+
 def test_the_environment_is_as_documented(cluster: Cluster) -> None:
     assert Path(cluster.kubectl).parent == cache_root() / f"kubernetes-{cluster.spec.kubernetes}"
     name = cluster.spec.name

@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from gpunode.cli.main import app
+from gpunode.kubelet.plugin import KubeletPaths
+from gpunode.model.names import DEFAULT_DRIVER
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.errors import ClusterError
 from tests.docs.documents import ROOT
@@ -59,6 +63,22 @@ def agent_container() -> dict[str, Any]:
     assert daemonset["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     return container
+
+
+def test_the_mps_keeper_has_no_token_and_is_replaced_by_hand_only() -> None:
+    (keeper,) = yaml.safe_load_all((ROOT / "daemonset" / "mps" / "daemonset.yaml").read_text())
+    assert keeper["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    spec = keeper["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False and spec["hostPID"] is True
+    assert "serviceAccountName" not in spec
+    (container,) = spec["containers"]
+    assert container["image"] == agent_container()["image"] and container["securityContext"]["runAsUser"] == 0
+    command, *arguments = container["args"]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = {name for parameter in commands[command].params for name in parameter.opts}
+    assert {word for word in arguments if word.startswith("-")} <= known
+    (mounted,) = [m for m in container["volumeMounts"] if m["mountPropagation"] == "Bidirectional"]
+    assert mounted["mountPath"] == str(KubeletPaths().plugin_dir(DEFAULT_DRIVER) / "mps")
 
 
 def test_what_is_copied_is_sent_to_the_builder() -> None:

@@ -38,6 +38,7 @@ def demo(
     name: Annotated[str, typer.Option(help="Name of the local cluster.")] = "default",
     port: Annotated[int, typer.Option(help="Port of its API server.")] = DEFAULT_PORT,
     kubernetes: Annotated[str, typer.Option(help="Kubernetes version.")] = DEFAULT_KUBERNETES,
+    mps: Annotated[bool, typer.Option("--mps", help="Start an MPS keeper on every node as well.")] = False,
 ) -> None:
     """Bring up a cluster of fake GPUs, run a gang of 64, break one GPU and watch the gang come back.
 
@@ -63,7 +64,7 @@ def demo(
         with progress() as report:
             cluster = up(spec, report)
         with progress() as report:
-            install(cluster, Installation(), report)
+            install(cluster, Installation(mps=mps), report)
     except ClusterError as error:
         fail(str(error))
     try:

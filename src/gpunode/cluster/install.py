@@ -33,6 +33,7 @@ class Installation:
     metrics_port: of the agents; they share the host's ports, so only one agent can have it. 0: no metrics.
     health_policy: a file for all agents, read when they start; see docs/health.md.
     driver: the name that agents publish under, and whose devices the controller places.
+    mps: start an MPS keeper on every node too.
     """
 
     profile: str = "dgx-a100-80"
@@ -40,11 +41,17 @@ class Installation:
     metrics_port: int = 0
     health_policy: Path | None = None
     driver: str = DEFAULT_DRIVER
+    mps: bool = False
 
 
 def agent_name(node: str, instance: str = "") -> str:
     """Process name of a node's agent."""
     return process_name(node, f"gpunode-agent-{instance}" if instance else "gpunode-agent")
+
+
+def keeper_name(node: str) -> str:
+    """Process name of a node's MPS keeper."""
+    return process_name(node, "gpunode-mps-keeper")
 
 
 def install(cluster: Cluster, wish: Installation, report: Callable[[str, float], None]) -> None:
@@ -58,6 +65,8 @@ def install(cluster: Cluster, wish: Installation, report: Callable[[str, float],
     report("Starting the agents", 0.2)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda node: start_agent(cluster, node, wish), cluster.nodes))
+        if wish.mps:
+            list(pool.map(lambda node: start_keeper(cluster, node, wish), cluster.nodes))
     _wait_for_slices(cluster, wish.driver, report)
 
 
@@ -116,6 +125,15 @@ def start_agent(cluster: Cluster, node: Node, wish: Installation, instance: str 
         *(("--health-policy", str(wish.health_policy)) if wish.health_policy is not None else ()),
     ]
     cluster.processes.start(agent_name(node.name, instance), command)
+
+
+def start_keeper(cluster: Cluster, node: Node, wish: Installation) -> None:
+    """Start one node's MPS keeper, in the node's mount namespace, unless it runs.
+
+    Its daemons are the control program of the node's fake machine.
+    """
+    tool = node.state / "fake" / "bin" / "nvidia-cuda-mps-control"
+    cluster.processes.start(keeper_name(node.name), [*node.enter, *_gpunode(wish), "mps-keeper", "--tool", str(tool)])
 
 
 def _gpunode(wish: Installation) -> list[str]:
