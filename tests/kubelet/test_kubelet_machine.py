@@ -55,7 +55,7 @@ class NodeMachine(RuleBasedStateMachine):
         super().__init__()
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.tmp = Path(tempfile.mkdtemp(dir=memory, prefix="kubelet-"))
-        self.machine = Machine(self.tmp)
+        self.machine = Machine(self.tmp, mps=True)
         self.api = FakeApi()
         self.now = 0.0
         self.count = 0
@@ -80,10 +80,11 @@ class NodeMachine(RuleBasedStateMachine):
         async def allocated() -> list[ResourceClaim]:
             return list(self.api.claims.values())
 
-        self.machine.partitioner.step = self.machine.sharing.step = self.step
+        self.machine.partitioner.step = self.step
+        control = self.machine.control(self.step)
         engine = make_engine(
             self.tmp, self.api, boot=self.machine.boot, devices=self.machine.devices, allocated=allocated,
-            partitioner=self.machine.partitioner, sharing=self.machine.sharing, notify=lambda _: None,
+            partitioner=self.machine.partitioner, sharing=control, notify=lambda _: None,
             clock=lambda: self.now, step=self.step,
         )  # fmt: skip
         return engine, SecondLook(engine, self.api, lambda _: None, clock=lambda: self.now)
@@ -205,6 +206,9 @@ class NodeMachine(RuleBasedStateMachine):
                 assert busy & wanted
             case ErrorKind.HARDWARE:
                 assert broken
+            case ErrorKind.CONFIG:  # MPS serves one partition by itself
+                assert len(_results(asked)) > 1 and set(PARTITIONS) & {r.device for r in _results(asked)}
+                assert "one partition a claim" in answer.message or "same settings" in answer.message
             case ErrorKind.NOT_ALLOCATED:
                 assert asked.status.allocation is None
             case ErrorKind.UNKNOWN_DEVICE:
@@ -259,7 +263,8 @@ class NodeMachine(RuleBasedStateMachine):
         (self.machine.paths.cdi / f"gpunode.dev-gpu_{DRIVER}_{uid(10**6)}.json").write_text("{}")
         (self.machine.paths.cdi / f".gpunode.dev-gpu_{DRIVER}_{uid(10**6)}.json.tmp").write_text("{")
         (self.machine.partitioner.directory / f"{PARTITIONS[1]}.gi").touch()
-        (self.machine.sharing.directory / GPUS[1]).touch()
+        if not any(d.device == GPUS[1] for e in self.entries().values() for d in e.devices):
+            (self.machine.sharing.directory / GPUS[1]).touch()
         self.heal(kill)
 
     @precondition(lambda self: self.machine.paths.checkpoint(DRIVER).exists())

@@ -243,6 +243,16 @@ def test_a_damaged_file_is_set_aside_and_costs_nothing_else(node: Machine, conte
     assert node.modes.set() == {"GPU-1"} and node.keeper.files.names_wanted() == [GPUS[1]]
 
 
+def test_a_damaged_file_is_made_anew_when_its_devices_are_shared_again(node: Machine) -> None:
+    one = claim(1, GPUS[0], config=MPS)
+    prepare(node, one)
+    node.keeper.files.wanted(GPUS[0]).write_bytes(b"?")
+    refused(prepare(node, one), ErrorKind.HARDWARE, "is damaged")
+    node.control().apply("u", Mps(25), {GPUS[0]: with_partitions()[GPUS[0]]})
+    assert read(node.keeper.files.wanted(GPUS[0]), Wanted) is not None
+    assert node.modes.set() == {"GPU-0"}
+
+
 def test_a_damaged_file_that_no_claim_owns_is_told(node: Machine) -> None:
     node.keeper.files.wanted_dir.mkdir(parents=True)
     node.keeper.files.wanted(GPUS[0]).write_bytes(b"?")

@@ -21,7 +21,7 @@ from gpunode.hardware.fake.tools import write_tools
 from gpunode.kubelet.config import Mps
 from gpunode.kubelet.mps import launch
 from gpunode.kubelet.mps.control import MpsDaemons
-from gpunode.kubelet.mps.daemon import Driver, Times
+from gpunode.kubelet.mps.daemon import Driver, Times, ToolError
 from gpunode.kubelet.mps.files import DaemonState, MpsFiles, Phase, Wanted, encode, read
 from gpunode.kubelet.mps.keeper import Keeper
 from gpunode.model.errors import HardwareError, NotOfferedError
@@ -286,6 +286,20 @@ def test_a_driver_without_the_tool_is_told_to_every_claim(place: Place) -> None:
     place.start(tool="no-such-tool")
     why = place.agent.refuses({Mps(): {"gpu-0": DeviceNodes(uuid="GPU-0")}})
     assert "no no-such-tool below /" in why and "--driver-root" in why
+
+
+def test_a_driver_root_without_what_a_daemon_needs_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match="tmp is no directory; name the driver's root"):
+        Driver(tmp_path).find()
+    for name in ("tmp", "dev/shm", "usr/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ToolError, match="there is no nvidia-cuda-mps-control below"):
+        Driver(tmp_path).find()
+    for place in ("usr/bin/nvidia-cuda-mps-control", "tmp/tool"):
+        (tmp_path / place).touch(0o755)
+    assert Driver(tmp_path).find() == "/usr/bin/nvidia-cuda-mps-control"
+    with pytest.raises(ToolError, match="below /tmp"):
+        Driver(tmp_path, "/tmp/tool").find()
 
 
 def test_what_containers_leave_in_the_pipes_directory_hurts_nobody(place: Place, quick: Keeper) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pynvml
 
 from gpunode.hardware.nvml import Nvml, words
-from gpunode.model.errors import HardwareError
+from gpunode.model.errors import HardwareError, NotOfferedError
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +18,11 @@ class ComputeModes:
     nvml: Nvml
 
     def exclusive(self, uuid: str) -> None:
-        """One process at a time. Raises HardwareError."""
+        """One process at a time. Raises HardwareError, NotOfferedError where the GPU has no such mode."""
         try:
             self._set(uuid, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+        except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission) as error:
+            raise NotOfferedError(f"{uuid} cannot be kept to one process at a time: {words(error)}") from error
         except pynvml.NVMLError as error:
             raise HardwareError(f"compute mode of {uuid} cannot be set to EXCLUSIVE_PROCESS: {words(error)}") from error
 

@@ -27,7 +27,7 @@ _MISSING: Final = (
     "install daemonset/mps, or start `gpunode mps-keeper`"
 )
 _MAX_MEMORY: Final = 1 << 50
-_OPTIONS: Final = ("rw", "nosuid", "nodev", "rbind")
+_OPTIONS: Final = ("rw", "nosuid", "nodev", "noexec", "bind")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ class MpsDaemons:
             known = self._read_all()
             for name, other in known.items():
                 mine = wanted.devices.keys() & (other.devices if other else {name})
-                if mine and other != wanted:
+                if mine and other is None:
+                    self._clear_damaged(name, devices)
+                elif mine and other is not None and other != wanted:
                     self._stop(name, other)
             if known.get(wanted.name) != wanted:
                 self._write(wanted)
@@ -120,7 +122,9 @@ class MpsDaemons:
 
     def confirm(self, devices: Collection[str]) -> None:
         """Wait a few seconds for the daemons of these devices. Raises HardwareError."""
-        for wanted in self._all().values():
+        for name, wanted in self._all().items():
+            if wanted is None and name in devices:
+                raise HardwareError(f"{self._files.wanted(name)} is damaged; end the claim's pods to have it made anew")
             if wanted is not None and not wanted.stop and wanted.devices.keys() & set(devices):
                 self._wait_ready(wanted)
 
@@ -202,11 +206,8 @@ class MpsDaemons:
         except OSError as error:
             raise HardwareError(f"cannot say that the MPS daemon of {name} is not wanted: {error}") from error
 
-    def _stop(self, name: str, wanted: Wanted | None) -> None:
+    def _stop(self, name: str, wanted: Wanted) -> None:
         """Raises OSError, HardwareError."""
-        if wanted is None:
-            self._clear_damaged(name, {})
-            return
         if not wanted.stop:
             self._write(replace(wanted, stop=True))
         self._wait_stopped(name)

@@ -49,7 +49,7 @@ class Times:
 
     start: float = 10.0
     call: float = 5.0
-    stop: float = 2.0
+    stop: float = 1.0
     check: float = 60.0
     back_off: tuple[float, float] = (1.0, 60.0)
 
@@ -62,10 +62,15 @@ class Driver:
     tool: str = TOOL
 
     def find(self) -> str:
-        """Path of the tool within the root. Raises ToolError when it is not there."""
+        """Path of the tool within the root. Raises ToolError when it cannot be run there."""
+        for needed in ("tmp", "dev/shm"):
+            if not (self.root / needed).is_dir():
+                raise ToolError(f"{self.root / needed} is no directory; name the driver's root with --driver-root")
         places = [self.tool] if self.tool.startswith("/") else [f"/{d}/{self.tool}" for d in _DIRECTORIES]
         for place in places:
             if os.access(f"{self.root}/{place}", os.X_OK):
+                if place.startswith("/tmp/"):  # noqa: S108
+                    raise ToolError(f"{place} is below /tmp, which is another directory for a daemon")
                 return place
         raise ToolError(f"there is no {self.tool} below {self.root}; name the driver's root with --driver-root")
 
@@ -184,7 +189,7 @@ class Daemon:
     def _watch(self, process: "subprocess.Popen[bytes]", output: Path) -> None:
         """Until it ends (ToolError) or is to be stopped. One that does not answer keeps its clients, and is told."""
         looked = time.monotonic()
-        while not self._stop.wait(0.1):
+        while not self._stop.wait(0.5):
             self._check_alive(process, output)
             if time.monotonic() - looked < self._times.check:
                 continue
