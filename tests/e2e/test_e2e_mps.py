@@ -34,17 +34,21 @@ def namespace(cluster: Cluster) -> Iterator[Cluster]:
         cluster.processes.stop_all([keeper_name(node.name) for node in cluster.nodes])
 
 
-def start_pod(cluster: Cluster, name: str) -> None:
-    container = {
+def start_pod(cluster: Cluster, name: str, *, own_memory: bool = False) -> None:
+    """own_memory: the pod mounts a volume at /dev/shm, as many do that need more than the runtime gives them."""
+    container: dict[str, Any] = {
         "name": "work", "image": "localhost/busybox:1", "imagePullPolicy": "IfNotPresent",
         "command": ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 1 & wait $!; done"],
         "resources": {"claims": [{"name": "gpu"}]},
     }  # fmt: skip
-    spec = {
+    spec: dict[str, Any] = {
         "terminationGracePeriodSeconds": 2,
         "resourceClaims": [{"name": "gpu", "resourceClaimName": "shared"}],
         "containers": [container],
     }
+    if own_memory:
+        spec["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     cluster.api.call("POST", PODS, {"metadata": {"name": name}, "spec": spec})
 
 
@@ -119,8 +123,9 @@ async def test_two_pods_share_a_gpu_through_mps(namespace: Cluster) -> None:
     (status,) = cluster.api.call("GET", path)["status"]["devices"]
     assert status["data"]["sharing"].startswith("MPS, each process at most 50 % of threads")
 
+    # The daemon and what it serves outlive the agent.
     await kill_agent(cluster, node)
-    start_pod(cluster, "c")
+    start_pod(cluster, "c", own_memory=True)
     await until(lambda: all_run(cluster, "c"), "a third pod to run", every_s=2.0)
     again = daemon(node)
     assert again is not None and (again.pid, again.since) == (first.pid, first.since)

@@ -295,12 +295,14 @@ async def test_the_second_look_tells_once_of_a_daemon_that_does_not_serve(tmp_pa
     (notice,) = told
     assert notice.reason == "SharingNotWorking" and notice.claim == ("ns", "claim-1", one.metadata.uid)
     assert GPUS[0] in notice.message and "CUDA error: unknown" in notice.message
-    node.keeper.says.clear()
+    node.keeper.says[GPUS[0]] = DaemonState(phase=Phase.READY, wanted=None, keeper="", restarts=1)
     node.keeper.turn()
     await look.run()
+    await look.run()
+    assert len(told) == 2 and "was started again (1)" in told[1].message
     node.keeper.die()
     await look.run()
-    assert len(told) == 2 and "no MPS keeper" in told[1].message
+    assert len(told) == 3 and "no MPS keeper" in told[2].message
     engine.close()
 
 

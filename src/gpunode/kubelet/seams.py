@@ -84,7 +84,10 @@ class SharingControl(Protocol):
         ...
 
     def troubles(self) -> Mapping[str, str]:
-        """Devices that are set up and do not work as they should now, with the reason. Raises HardwareError."""
+        """Devices that are set up and do not work now, or stopped working meanwhile, with the reason.
+
+        Raises HardwareError.
+        """
         ...
 
 

@@ -129,12 +129,12 @@ class MpsDaemons:
                 self._wait_ready(wanted)
 
     def troubles(self) -> Mapping[str, str]:
-        """Devices whose daemon does not serve now, with the reason. Raises HardwareError."""
+        """Devices whose daemon does not serve now, or ended and serves again, with the reason. Raises HardwareError."""
         found: dict[str, str] = {}
         for name, wanted in self._all().items():
             if wanted is None:
                 found[name] = f"{self._files.wanted(name)} is damaged"
-            elif not wanted.stop and (why := self._unready(wanted)[0]):
+            elif not wanted.stop and (why := self._unready(wanted)[0] or self._started_again(wanted)):
                 found |= dict.fromkeys(wanted.devices, why)
         return found
 
@@ -169,6 +169,16 @@ class MpsDaemons:
         if state.phase is not Phase.FAILED:
             return words, None
         return words, NotOfferedError if state.refused else HardwareError
+
+    def _started_again(self, wanted: Wanted) -> str:
+        """What became of the processes of a daemon that serves: "" unless they lost it."""
+        try:
+            state = read(self._files.state(wanted.name), DaemonState)
+        except (OSError, ValueError):
+            return ""
+        if state is None or not state.restarts:
+            return ""
+        return f"the MPS daemon ended and was started again ({state.restarts}): processes that used it start anew"
 
     def _wait_ready(self, wanted: Wanted) -> None:
         deadline = time.monotonic() + self._patience.ready
