@@ -86,6 +86,11 @@ def daemon(node: Node) -> DaemonState | None:
     return read(files.state(name), DaemonState)
 
 
+def ready_again(node: Node, old: int) -> bool:
+    state = daemon(node)
+    return state is not None and state.phase is Phase.READY and state.pid != old
+
+
 def compute_modes(node: Node) -> list[int]:
     saved = json.loads((node.state / "fake" / "machine.json").read_text())
     return [gpu.get("compute_mode", 0) for gpu in saved["gpus"]]
@@ -132,9 +137,19 @@ async def test_two_pods_share_a_gpu_through_mps(namespace: Cluster) -> None:
     assert run_in(cluster, "c", "cat", "/dev/shm/from-a") == "hello\n"
     assert all(pod(cluster, n)["status"]["containerStatuses"][0]["restartCount"] == 0 for n in (*names, "c"))
 
+    # Another keeper starts it again, where the containers that run look for it.
+    await asyncio.to_thread(cluster.processes.kill, keeper_name(node.name))
+    await until(lambda: not Path(f"/proc/{first.pid}").exists(), "the daemon to end with its keeper")
+    await asyncio.to_thread(start_keeper, cluster, node, Installation())
+    await until(lambda: ready_again(node, first.pid), "another daemon")
+    last = daemon(node)
+    assert last is not None
+    assert run_in(cluster, "a", "cat", "/tmp/nvidia-mps/nvidia-cuda-mps-control.pid").strip() == str(last.pid)
+    assert run_in(cluster, "a", "cat", "/dev/shm/from-a") == "hello\n"
+
     for name in (*names, "c"):
         cluster.api.call("DELETE", f"{PODS}/{name}")
     files = mps_files(node)
     await until(lambda: files.names_wanted() == files.names_kept() == [], "the daemon's files to be gone")
-    assert not Path(f"/proc/{first.pid}").exists()
+    assert not Path(f"/proc/{last.pid}").exists()
     await until(lambda: compute_modes(node) == [0] * 8, "the GPU to be open to all processes")
