@@ -10,6 +10,9 @@
 
 Sets of devices never overlap, so the first device's name is the name of the whole set. Every file has one writer, and
 is replaced as a whole.
+
+A keeper may be older than its agent, as only a person restarts it. It skips fields that it does not know, and says what
+it started a daemon for; the agent takes no daemon for ready that was started for anything else than it wants.
 """
 
 import fcntl
