@@ -100,7 +100,8 @@ def test_tools_of_a_host_run_in_the_host(tmp_path: Path) -> None:
         pytest.skip("needs root and a static busybox")
     for name in ("sh", "echo"):
         shutil.copy(busybox, tmp_path / name)
-    (tmp_path / "usr/bin").mkdir(parents=True)
+    for name in ("usr/bin", "dev"):
+        (tmp_path / name).mkdir(parents=True)
     tool = tmp_path / "usr/bin/nvidia-smi"
     tool.write_text('#!/sh\n[ -e /sh ] && /echo "$@" > /said\n')
     tool.chmod(0o755)

@@ -170,7 +170,7 @@ def test_the_overlay_of_the_mps_keeper_is_one(cluster: Cluster, tmp_path: Path) 
     (keeper,) = yaml.safe_load_all(run(cluster, f"kubectl kustomize {tmp_path}"))
     spec = keeper["spec"]["template"]["spec"]
     assert spec["nodeSelector"] == {"gpunode.dev/gpus": "true"}
-    assert spec["containers"][0]["args"][-1] == "/driver-root/run/nvidia/driver"
+    assert spec["containers"][0]["args"][-1] == "--driver-root=/opt/nvidia/driver"
 
 
 def test_the_environment_is_as_documented(cluster: Cluster) -> None:

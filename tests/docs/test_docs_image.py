@@ -18,10 +18,10 @@ import typer.main
 import yaml
 
 from gpunode.cli.main import app
-from gpunode.kubelet.plugin import KubeletPaths
-from gpunode.model.names import DEFAULT_DRIVER
 from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.errors import ClusterError
+from gpunode.kubelet.plugin import KubeletPaths
+from gpunode.model.names import DEFAULT_DRIVER
 from tests.docs.documents import ROOT
 from tests.e2e import pods
 from tests.e2e.rolling import slice_gaps, until
@@ -203,9 +203,9 @@ async def _rolled_out(cluster: Cluster, tag: str) -> None:
             await asyncio.to_thread(pods.rolled_out, cluster, workload)
     except ClusterError as error:
         raise AssertionError(pods.explain(cluster)) from error
-    for app in (pods.AGENT, pods.CONTROLLER):
-        await until(lambda app=app: _images(cluster, app) == {f"gpunode:{tag}"}, f"{app} to run {tag}")  # type: ignore[misc]
-        assert len(pods.pods_of(cluster, app)) == 2
+    for one in (pods.AGENT, pods.CONTROLLER):
+        await until(lambda app=one: _images(cluster, app) == {f"gpunode:{tag}"}, f"{one} to run {tag}")  # type: ignore[misc]
+        assert len(pods.pods_of(cluster, one)) == 2
 
 
 def _images(cluster: Cluster, app: str) -> set[str]:

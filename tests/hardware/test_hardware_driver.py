@@ -47,9 +47,27 @@ def test_tools_run_under_the_root_that_they_are_installed_in(tmp_path: Path, mon
     assert root.command("nvidia-smi") is None, "one of the container's own is not the driver's"
     put(host / "usr/local/nvidia/toolkit/nvidia-ctk")
     put(host / "run/nvidia/driver/usr/bin/nvidia-smi")
+    for one in (host / "dev", host / "run/nvidia/driver/dev"):
+        one.mkdir()
     assert root.command("nvidia-ctk") == ["chroot", str(host), "/usr/local/nvidia/toolkit/nvidia-ctk"]
     assert root.command("nvidia-smi") == ["chroot", str(host / "run/nvidia/driver"), "/usr/bin/nvidia-smi"]
     assert DriverRoot(host, "/run/nvidia/driver").command("nvidia-ctk") == root.command("nvidia-ctk")
+
+
+def test_tools_in_a_directory_that_is_no_root_run_in_the_hosts(tmp_path: Path) -> None:
+    put(tmp_path / "home/kubernetes/bin/nvidia/bin/nvidia-smi")
+    put(tmp_path / "home/kubernetes/bin/nvidia/lib64" / LIBRARY)
+    home = "/home/kubernetes/bin/nvidia"
+    expected = ["/usr/bin/env", f"LD_LIBRARY_PATH={home}/lib64", f"{home}/bin/nvidia-smi"]
+    assert DriverRoot(tmp_path).command("nvidia-smi") == ["chroot", str(tmp_path), *expected]
+
+
+def test_the_directory_of_a_driver(tmp_path: Path) -> None:
+    assert DriverRoot(tmp_path).directory() == tmp_path
+    put(tmp_path / "run/nvidia/driver/usr/lib64" / LIBRARY)
+    assert DriverRoot(tmp_path).directory() == tmp_path / "run/nvidia/driver"
+    assert DriverRoot(tmp_path, "/opt/driver").directory() == tmp_path / "opt/driver"
+    assert DriverRoot().directory() == Path("/")
 
 
 def test_pynvml_uses_the_library_that_was_found_there(tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ def keeper(
     context: typer.Context,
     driver: Annotated[str, typer.Option(help="DRA driver name of the agent.")] = DEFAULT_DRIVER,
     kubelet_dir: Annotated[Path, typer.Option(help="The kubelet's --root-dir.")] = Path("/var/lib/kubelet"),
-    driver_root: Annotated[Path, typer.Option(help="Root directory in which the GPU driver is installed.")] = Path("/"),
+    host_root: Annotated[Path, typer.Option(help="The host's file system, where this is a container.")] = Path("/"),
+    driver_root: Annotated[
+        str,
+        typer.Option(
+            help="Directory on the host that the NVIDIA driver is installed under.",
+            show_default="/ or /run/nvidia/driver",
+        ),
+    ] = "",
     tool: Annotated[
         str, typer.Option(help="The driver's MPS control program, a name or an absolute path below the driver root.")
     ] = "nvidia-cuda-mps-control",
@@ -31,12 +38,14 @@ def keeper(
 
     Example: [bold]gpunode mps-keeper --driver-root /run/nvidia/driver[/bold]
     """
+    from gpunode.hardware.driver import DriverRoot
     from gpunode.kubelet.plugin import KubeletPaths
 
     directory = KubeletPaths(kubelet_dir).plugin_dir(driver) / "mps"
     if not kubelet_dir.is_dir():
         fail(f"kubelet absent: {kubelet_dir} does not exist; name the kubelet's --root-dir with --kubelet-dir")
     verbose = ["-v"] if context.parent is not None and context.parent.params.get("verbose") else []
+    root = DriverRoot(host_root, driver_root).directory()
     # A process of its own, without what the command line needs: it stays for months.
-    program = [sys.executable, "-m", "gpunode.kubelet.mps", str(directory), str(driver_root), tool, *verbose]
+    program = [sys.executable, "-m", "gpunode.kubelet.mps", str(directory), str(root), tool, *verbose]
     os.execv(sys.executable, program)  # noqa: S606

@@ -45,6 +45,10 @@ class DriverRoot:
         """The driver's directory on the host; "" where it is not known."""
         return next((d for d, root in self._roots() if _library_in(root) is not None), "")
 
+    def directory(self) -> Path:
+        """The driver's directory as this process sees it; the host's root where the driver is not known."""
+        return self.host / (self.driver or self.installed()).lstrip("/")
+
     def library(self) -> Path | None:
         """The driver's NVML as this process sees it; None where the loader has to find it, or nothing is there."""
         if self.host == Path("/") and not self.driver:
@@ -59,12 +63,20 @@ class DriverRoot:
         """
         if self.host == Path("/") and (found := shutil.which(tool)) is not None:
             return [found]
-        for root in dict.fromkeys((*(root for _, root in self._roots()), self.host)):
+        for directory, root in (*self._roots(), ("/", self.host)):
             for folder in _TOOL_DIRS:
                 if (root / folder / tool).is_file():
-                    path = f"/{folder}/{tool}"
-                    return [path] if root == Path("/") else ["chroot", str(root), path]
+                    return self._enter(directory.rstrip("/"), root, f"/{folder}/{tool}")
         return None
+
+    def _enter(self, directory: str, root: Path, tool: str) -> list[str]:
+        """GKE's directory holds the driver and nothing else, so its tools run in the host's root."""
+        if root == Path("/"):
+            return [tool]
+        if (root / "dev").is_dir():
+            return ["chroot", str(root), tool]
+        libraries = ":".join(f"{directory}/{folder}" for folder in _LIBRARY_DIRS if (root / folder).is_dir())
+        return ["chroot", str(self.host), "/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", f"{directory}{tool}"]
 
     def _roots(self) -> Iterator[tuple[str, Path]]:
         for directory in (self.driver,) if self.driver else DRIVER_DIRS:
