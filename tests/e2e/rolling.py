@@ -14,7 +14,7 @@ from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.install import Installation, agent_name, start_agent
 from gpunode.cluster.nodes import NODE_MARKER, process_name
 from gpunode.cluster.processes import environment, stop_pids
-from gpunode.kube.cache import Cache
+from gpunode.kube.cache import Cache, following
 from gpunode.kube.client import Api
 from gpunode.kube.kinds import SLICES
 from gpunode.model.names import DEFAULT_DRIVER
@@ -64,14 +64,9 @@ async def slice_gaps(cluster: Cluster, node: Node) -> AsyncIterator[SliceGaps]:
     selector = {"fieldSelector": f"spec.nodeName={node.name},spec.driver={DEFAULT_DRIVER}"}
     async with await Api.connect(cluster.kubeconfig, "gpunode-checker") as api:
         cache = Cache(api, SLICES, params=selector, on_change=gaps.on_slice)
-        task = asyncio.create_task(cache.run())
-        try:
-            await cache.synced.wait()
+        async with following(cache):
             gaps.gaps_s.clear()
             yield gaps
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def restart_kubelet(cluster: Cluster, node: Node, gaps: SliceGaps) -> None:

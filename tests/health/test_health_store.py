@@ -68,7 +68,7 @@ def test_a_full_disk_keeps_the_old_state_and_says_so(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert "No space left" in store.save(path, state)
     monkeypatch.undo()
     assert store.load(path).state.boot_id == "old"

@@ -16,8 +16,8 @@ from gpunode.kubelet.cdi import CdiStore, spec
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries, State
 from gpunode.kubelet.config import Mps, Sharing
 from gpunode.kubelet.effects import Effects
-from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.ledger import Ledger
+from gpunode.kubelet.lock import NodeLock
 from gpunode.kubelet.mps.control import MpsDaemons, Patience
 from gpunode.kubelet.mps.files import DaemonState, KeeperState, MpsFiles, Phase, Wanted, encode, read
 from gpunode.kubelet.plugin import KubeletPaths

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from kubelet_fakes import gpu_nodes, uid
 
+from gpunode.files import write_atomic
 from gpunode.kubelet.checkpoint import MAX_BYTES, QUARANTINED, CheckpointFile, Entry, HeldDevice, Loaded, State
 from gpunode.kubelet.config import Interval, Mps, TimeSlicing
-from gpunode.kubelet.files import write_atomic
 from gpunode.model.injection import DeviceNode, DeviceNodes, Mount
 
 

@@ -30,7 +30,7 @@ from kubelet_fakes import (
 from gpunode.kubelet.checkpoint import Entry
 from gpunode.kubelet.effects import Effects
 from gpunode.kubelet.errors import ClaimError, ErrorKind
-from gpunode.kubelet.files import NodeLock
+from gpunode.kubelet.lock import NodeLock
 from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 from gpunode.model.resource import ResourceClaim

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from gpunode.files import write_atomic
 from gpunode.kube.cache import Cache
 from gpunode.kube.client import Api
 from gpunode.kube.events import ObjectRef, Recorder
 from gpunode.kube.kinds import CONFIG_MAPS, ConfigMap
-from gpunode.kubelet.files import write_atomic
 from gpunode.model.faults import FaultOrder, parse_orders
 from gpunode.model.names import FAULTS_CONFIGMAP, SYSTEM_NAMESPACE
 

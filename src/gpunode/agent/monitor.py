@@ -7,6 +7,7 @@ thing that really happened.
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class HealthMonitor:
         self._health = NodeHealth()
         self._save_problem = ""
         self._save_at = float("inf")
+        self._writing = threading.Lock()
 
     @property
     def health(self) -> NodeHealth:
@@ -127,7 +129,7 @@ class HealthMonitor:
                 await self._settle(step, signals, sequences[-1] if sequences else None)
         finally:
             if self._save_at < float("inf") and self._in_charge():
-                save(self._path, self._state)
+                self._write()
 
     async def _collect(self) -> list[_Taken]:
         wait = min(_IDLE_S, max(0.0, self._save_at - time.monotonic()))
@@ -160,11 +162,16 @@ class HealthMonitor:
         if not self._in_charge():
             self._save_at = time.monotonic() + _SAVE_SIGNALS_S
             return
-        problem = await asyncio.to_thread(save, self._path, self._state)
+        problem = await asyncio.to_thread(self._write)
         self._save_at = time.monotonic() + _SAVE_POLLS_S if problem else float("inf")
         if problem and problem != self._save_problem:
             self._complain("HealthStateNotSaved", problem)
         self._save_problem = problem
+
+    def _write(self) -> str:
+        """Save what is known now; one at a time, for at the agent's end a save may be under way in its thread."""
+        with self._writing:
+            return save(self._path, self._state)
 
 
 def now() -> Instant:

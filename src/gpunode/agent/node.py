@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any, Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -20,6 +19,7 @@ from gpunode.agent.monitor import HealthMonitor
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.sources import follow_kernel_log, follow_nvml
 from gpunode.agent.succession import Succession
+from gpunode.agent.voice import Voice
 from gpunode.hardware.compute_mode import ComputeModes
 from gpunode.hardware.nodes import device_nodes
 from gpunode.hardware.partitions import MigPartitioner
@@ -34,9 +34,9 @@ from gpunode.kube.client import Api
 from gpunode.kube.events import ObjectRef, Recorder
 from gpunode.kubelet.cdi import CdiStore
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries
-from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.guard import BlackHoleGuard
 from gpunode.kubelet.health import DeviceReport, HealthFeed
+from gpunode.kubelet.lock import NodeLock
 from gpunode.kubelet.metrics import KubeletMetrics
 from gpunode.kubelet.mps.control import MpsDaemons
 from gpunode.kubelet.plugin import KubeletPaths, KubeletPlugin
@@ -44,7 +44,6 @@ from gpunode.kubelet.prepare import PrepareEngine
 from gpunode.kubelet.processes import OpenDevices
 from gpunode.kubelet.reconcile import SecondLook
 from gpunode.kubelet.resolve import Node
-from gpunode.kubelet.seams import Notice
 from gpunode.kubelet.sharing import Strategies
 from gpunode.kubelet.timeslice import TimeSlices
 from gpunode.model.faults import FaultOrder
@@ -82,9 +81,8 @@ class NodeAgent:
         self._inventory = inventory
         self._in_use: frozenset[str] = frozenset()
         self._held: frozenset[str] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._reporting = asyncio.Lock()
+        self._voice = Voice(recorder, about)
+        self._paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
         self._slices = SliceConfig(
             driver=options.driver,
             node=options.node,
@@ -100,22 +98,21 @@ class NodeAgent:
         self._guard = BlackHoleGuard(self._on_black_hole, self._on_black_hole_over, policy.prepare_failures)
         state = options.state_dir / "health.json"
         health = HealthMachine(load_catalogue(options.xid_catalogue), counted)
-        self._monitor = HealthMonitor(health, state, self._on_health, self._complain, self._in_charge)
+        self._monitor = HealthMonitor(health, state, self._on_health, self._voice.complain, self._in_charge)
         self._publisher = Publisher(api, recorder, about, options.driver, self._plan)
         self._statuses = ClaimStatuses(api, options.driver, options.node, self._in_charge)
-        self._libraries = DriverLibraries(machine.libraries, self._complain)
+        self._libraries = DriverLibraries(machine.libraries, self._voice.complain)
         self._engine, second_look = self._make_engine()
         processes = OpenDevices(machine.roots.proc)
         self._leftovers = LeftoverWatch(processes, self._engine.entries, lambda: self._inventory, machine.roots)
         mark = self._leftovers.mark
         self._watch = HardwareWatch(scanner, machine.nvml, inventory, self._monitor, self._on_hardware, mark)
         self._lookout = Lookout(second_look.run, self._on_held)
-        paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
-        self._succession = Succession(paths, options.driver, options.instance, self._on_succession)
+        self._succession = Succession(self._paths, options.driver, options.instance, self._on_succession)
         self._plugin = KubeletPlugin(
             options.driver,
             options.node,
-            paths,
+            self._paths,
             self._engine,
             self._feed,
             on_registered=self._on_registered,
@@ -123,8 +120,7 @@ class NodeAgent:
         )
 
     def _make_engine(self) -> tuple[PrepareEngine, SecondLook]:
-        options, machine = self._options, self._machine
-        paths = KubeletPaths(options.kubelet_dir, options.cdi_dir)
+        options, machine, paths = self._options, self._machine, self._paths
         claims = LiveClaims(self._api, options.driver, options.node)
         metrics = KubeletMetrics(self._registry)
         directory = paths.plugin_dir(options.driver)
@@ -141,12 +137,12 @@ class NodeAgent:
                 TimeSlices(directory / "timeslices", machine.run),
                 MpsDaemons(directory / "mps", ComputeModes(machine.nvml)),
             ),
-            notify=self._on_notice,
+            notify=self._voice.notice,
             changed=self._on_claims,
             metrics=metrics,
             guard=self._guard,
         )
-        look = SecondLook(engine, claims, self._on_notice, OpenDevices(machine.roots.proc), metrics)
+        look = SecondLook(engine, claims, self._voice.notice, OpenDevices(machine.roots.proc), metrics)
         return engine, look
 
     def _partitioner(self) -> MigPartitioner | None:
@@ -173,7 +169,7 @@ class NodeAgent:
                 tasks.create_task(self._monitor.run())
                 tasks.create_task(self._watch.run())
                 tasks.create_task(self._leftovers.run())
-                tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor, self._complain))
+                tasks.create_task(follow_kernel_log(self._machine.roots.kmsg, self._monitor, self._voice.complain))
                 tasks.create_task(follow_nvml(self._machine.nvml, self._monitor))
                 tasks.create_task(self._on_health(transitions))
                 tasks.create_task(self._succession.run())
@@ -268,57 +264,18 @@ class NodeAgent:
         for one in transitions:
             logger.warning("%s %s %s: %s", one.device, one.dimension, one.change, one.message)
         if self._in_charge():
-            self._later(self._report(transitions))
-
-    async def _report(self, transitions: Sequence[Transition]) -> None:
-        async with self._reporting:  # in the order in which it happened
-            for one in transitions:
-                reason, kind = _event(one)
-                await self._recorder.emit(self._about, reason, f"{one.device}: {one.message}", kind, "WatchHealth")
+            self._voice.health(transitions)
 
     def _on_black_hole(self, device: str, message: str) -> None:
-        self._later(self._monitor.put(PrepareResult(device, message)))
+        self._voice.later(self._monitor.put(PrepareResult(device, message)))
 
     def _on_black_hole_over(self, device: str) -> None:
-        self._later(self._monitor.put(PrepareResult(device)))
+        self._voice.later(self._monitor.put(PrepareResult(device)))
 
     def _in_charge(self) -> bool:
         return not self._succession.superseded
-
-    def _complain(self, reason: str, message: str) -> None:
-        """From any thread: health does not work as it should."""
-        self._on_notice(Notice(reason, message))
-
-    def _on_notice(self, notice: Notice) -> None:
-        """From the engine's thread or the loop's: an Event on the claim it is about, else on the node."""
-        logger.warning("%s: %s", notice.reason, notice.message)
-        self._loop.call_soon_threadsafe(lambda: self._later(self._tell(notice)))
-
-    async def _tell(self, notice: Notice) -> None:
-        about = self._about
-        if notice.claim is not None:
-            namespace, name, uid = notice.claim
-            about = ObjectRef("resource.k8s.io/v1", "ResourceClaim", name, namespace, uid)
-        await self._recorder.emit(
-            about, notice.reason, notice.message, "Warning", "Prepare" if notice.claim else "Observe"
-        )
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside the caller, who cannot wait."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _published_as_held(slices: Sequence[ResourceSlice]) -> frozenset[str]:
     """What the agent before us had found: until we have looked ourselves, its word stands."""
     return frozenset(d.name for s in slices for d in s.spec.devices if any(t.key == HELD_TAINT for t in d.taints))
-
-
-def _event(transition: Transition) -> tuple[str, Literal["Normal", "Warning"]]:
-    """Event reason and type of something that happened to a device."""
-    if transition.change == "cleared" and transition.dimension is not None:
-        return "GpuRecovered", "Normal"
-    if transition.level is Level.HEALTHY:
-        return "GpuNotice", "Normal"
-    return ("GpuUnhealthy" if transition.level is Level.UNHEALTHY else "GpuDegraded"), "Warning"

@@ -1,14 +1,13 @@
 """The health state on disk: written atomically, read with suspicion. The only I/O of this package."""
 
 import contextlib
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 
+from gpunode.files import write_atomic
 from gpunode.health.signals import OperatorClear
 from gpunode.health.state import STATE_VERSION, HealthState
 
@@ -57,7 +56,7 @@ def request_clear(path: Path, request: OperatorClear) -> None:
     """Leave an operator's word for the agent that owns the state at `path`. Raises OSError."""
     directory = _requests(path)
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / f"{uuid4().hex}.json", msgspec.json.encode(request))
+    write_atomic(directory / f"{uuid4().hex}.json", msgspec.json.encode(request), durable=True)
 
 
 def take_requests(path: Path) -> tuple[tuple[OperatorClear, ...], str]:
@@ -93,35 +92,10 @@ def save(path: Path, state: HealthState) -> str:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, msgspec.json.encode(state))
+        write_atomic(path, msgspec.json.encode(state), durable=True)
     except OSError as error:
         return f"health state {path} could not be saved, a restart would lose the latest faults: {error}"
     return ""
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        temporary = None
-        _sync_directory(path.parent)
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _set_aside(path: Path) -> str:

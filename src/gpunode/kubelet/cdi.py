@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
+from gpunode.files import write_atomic
 from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
-from gpunode.kubelet.files import write_atomic
 from gpunode.kubelet.seams import Steps, no_step
 from gpunode.model.injection import DeviceNode, Mount
 

@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
+from gpunode.files import write_atomic
 from gpunode.kubelet.config import Sharing
-from gpunode.kubelet.files import write_atomic
 from gpunode.kubelet.seams import Steps, no_step
 from gpunode.model.injection import DeviceNodes
 

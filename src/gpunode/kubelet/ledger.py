@@ -18,7 +18,7 @@ from gpunode.kubelet.cdi import CdiStore
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries, Entry, Loaded, State
 from gpunode.kubelet.effects import Effects, needed
 from gpunode.kubelet.errors import ClaimError, ErrorKind
-from gpunode.kubelet.files import NodeLock
+from gpunode.kubelet.lock import NodeLock
 from gpunode.kubelet.resolve import ClaimRef, Node, conflict, resolve, results_of, same_devices
 from gpunode.kubelet.seams import Notice, Notify
 from gpunode.model.errors import HardwareError

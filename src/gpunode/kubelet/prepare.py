@@ -13,9 +13,9 @@ from gpunode.kubelet.cdi import CdiStore, device_id
 from gpunode.kubelet.checkpoint import CheckpointFile, Entries, Entry
 from gpunode.kubelet.effects import Effects
 from gpunode.kubelet.errors import ClaimError, ErrorKind
-from gpunode.kubelet.files import NodeLock
 from gpunode.kubelet.guard import BlackHoleGuard
 from gpunode.kubelet.ledger import Asked, Ledger, LostEntriesError, Repairs
+from gpunode.kubelet.lock import NodeLock
 from gpunode.kubelet.metrics import KubeletMetrics
 from gpunode.kubelet.resolve import ClaimRef, Node, check_live
 from gpunode.kubelet.seams import Allocated, ClaimReader, Notice, Notify, Partitioner, SharingControl, Steps, no_step

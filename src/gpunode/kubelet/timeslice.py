@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
+from gpunode.files import write_atomic
 from gpunode.kubelet.config import Interval, Sharing, TimeSlicing
-from gpunode.kubelet.files import write_atomic
 from gpunode.kubelet.seams import Steps, no_step
 from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 
+from gpunode.files import write_atomic
 from gpunode.hardware.board import Board, BoardMigProfile
 from gpunode.hardware.sysfs import parse_pci, read_small
 from gpunode.model.hardware import PciAddress, device_name
@@ -186,9 +187,7 @@ class FakeState:
 
     def save(self) -> None:
         """Atomically, so that a killed agent finds the old or the new state."""
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(self.saved))
-        temporary.replace(self.file)
+        write_atomic(self.file, msgspec.json.encode(self.saved), durable=False)
 
 
 def load_state(board: Board, node: str, file: Path, boot_id: str | None) -> tuple[FakeState, bool]:

@@ -13,8 +13,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from gpunode.files import sync_directory, write_atomic
 from gpunode.kubelet.config import Mps, Sharing
-from gpunode.kubelet.files import sync_directory, write_atomic
 from gpunode.kubelet.mps.files import PIPE, SHM, DaemonState, MpsFiles, Phase, Wanted, encode, read
 from gpunode.kubelet.seams import ComputeMode, Steps, no_step
 from gpunode.model.errors import HardwareError, InUseError, NotOfferedError

@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gpunode.kubelet.files import write_atomic
+from gpunode.files import write_atomic
 from gpunode.kubelet.mps import launch
 from gpunode.kubelet.mps.files import LOG, PIPE, DaemonState, MpsFiles, Phase, Wanted, encode, printable
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gpunode.kubelet.files import write_atomic
+from gpunode.files import write_atomic
 from gpunode.kubelet.mps.daemon import Daemon, Driver, Times, ToolError, remove
 from gpunode.kubelet.mps.files import DaemonState, KeeperState, MpsFiles, Phase, Wanted, encode, read
 
