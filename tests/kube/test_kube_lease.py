@@ -1,10 +1,12 @@
 """The leader's lease when its holder ends in order."""
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
+import gpunode.kube.lease as module
 from gpunode.kube.errors import ApiError, UnreachableError
 from gpunode.kube.lease import Lease, LeaseObject
 
@@ -58,4 +60,19 @@ async def test_a_server_that_is_away_is_no_reason_to_fail_at_the_end(error: Exce
     await lease.acquire()
     api.fail = error
     await lease.release()
+    assert api.lease["spec"]["holderIdentity"] == "first"
+
+
+async def test_a_server_that_does_not_answer_delays_the_end_by_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RELEASE_S", 0.05)
+    api: Any = FakeApi()
+    lease = Lease(api, "ns", "lead", "first")
+    await lease.acquire()
+
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    api.get = hang
+    async with asyncio.timeout(5):
+        await lease.release()
     assert api.lease["spec"]["holderIdentity"] == "first"

@@ -87,15 +87,16 @@ class Lease:
                 logger.warning("could not renew the lease %s yet: %s", self._name, error)
 
     async def release(self) -> None:
-        """Give it up in an orderly end, so that the next one need not wait for it to run out. Never raises for a
-        server that is away or refuses: then it runs out."""
+        """Give it up in an orderly end, so that the next one need not wait for it to run out. Takes a few seconds at
+        most, and never raises for a server that is away or refuses: then it runs out."""
         try:
-            lease = await self._api.get(f"{self._path}/{self._name}", LeaseObject)
-            if lease.spec.holder_identity == self._identity:
-                body = self._body(lease.metadata.resource_version, lease.spec.lease_transitions or 0, None)
-                await self._api.request("PUT", f"{self._path}/{self._name}", body, timeout_s=_RELEASE_S)
-        except (ApiError, UnreachableError) as error:
-            logger.info("the lease %s is left to run out: %s", self._name, error)
+            async with asyncio.timeout(_RELEASE_S):
+                lease = await self._api.get(f"{self._path}/{self._name}", LeaseObject)
+                if lease.spec.holder_identity == self._identity:
+                    body = self._body(lease.metadata.resource_version, lease.spec.lease_transitions or 0, None)
+                    await self._api.request("PUT", f"{self._path}/{self._name}", body)
+        except (ApiError, UnreachableError, TimeoutError) as error:
+            logger.info("the lease %s is left to run out: %s", self._name, error or "no answer")
 
     async def _try_take(self) -> str:
         """Create, renew or take over the lease; the holder's identity after the attempt."""
