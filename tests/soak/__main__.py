@@ -50,7 +50,7 @@ def main() -> int:
     os.environ["GPUNODE_SEED"] = str(options.seed)
     print(f"seed {options.seed}")
     recorder = Recorder(options.seed)
-    arguments = ["-m", "soak", "-p", "no:cacheprovider", f"--hypothesis-seed={options.seed}", "-v"]
+    arguments = ["-m", "soak", "-p", "no:cacheprovider", f"--hypothesis-seed={options.seed}", "--timeout=0", "-v"]
     code = pytest.main([*arguments, *(["-k", options.name] if options.name else [])], plugins=[recorder])
     print(f"wrote {PATH.relative_to(BUILD.parent)}")
     return int(code)
