@@ -36,7 +36,7 @@ async def run_agent(options: AgentOptions) -> None:
     scanner = Scanner(machine.nvml, machine.roots, options.node)
     async with await Api.connect(options.kubeconfig, "gpunode-agent") as api:
         about = await _node(api, options.node)
-        recorder = Recorder(api, "agent", f"{options.node}/{options.instance}")
+        recorder = Recorder(api, "agent", options.node)
         inventory = await first_inventory(scanner, recorder, about)
         logger.info("found %d GPUs, driver %s", len(inventory.gpus), inventory.driver_version or "unknown")
         await NodeAgent(options, machine, api, recorder, about, scanner, inventory).run()

@@ -154,8 +154,8 @@ class NodeRunner:
                 kept.mkdir(parents=True, exist_ok=True)
                 mount("--bind", str(state), str(kept))
             mount("--rbind", str(source), str(target))
-        # Mounts that kubelet makes for a pod must reach the containers.
-        mount("--make-rshared", "/var/lib/kubelet")
+        # As systemd has it on a real node: what is mounted later reaches the containers that ask for it.
+        mount("--make-rshared", "/")
 
     def _containerd_answers(self) -> bool:
         self.check("containerd")
