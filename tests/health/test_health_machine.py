@@ -372,3 +372,11 @@ def test_the_history_keeps_the_latest() -> None:
         node.feed(xid(43, pid=pid))
     assert len(node.state.history) == 500
     assert node.state.history == tuple(node.log[-500:])
+
+
+def test_a_partition_that_cannot_be_made_has_its_gpus_faults_besides() -> None:
+    node = Node(Policy(prepare_failures=1))
+    made_in_vain = f"{GPU_A}-mig-3g-40gb-0"
+    node.feed(PrepareResult(made_in_vain, "error"))
+    node.feed(xid(79))
+    assert [f.code for f in node.health.of(made_in_vain).findings] == ["79", "failed"]

@@ -358,3 +358,48 @@ def test_a_preparation_that_succeeds_after_all_ends_the_fault_at_once() -> None:
     node.feed(PrepareResult(GPU_A, "error"), PrepareResult(PART_1, "error"))
     node.feed(PrepareResult(GPU_A))
     assert (node.level(), node.level(PART_1)) == (Level.HEALTHY, Level.UNHEALTHY)
+
+
+def test_a_poll_of_the_moment_before_a_demand_does_not_pass_for_its_fulfilment() -> None:
+    node = Node(Policy(hold_down_s=30))
+    node.feed(GOOD_A, xid(119))
+    node.feed(RecoveryActionChanged(A, Recovery.NONE, Recovery.GPU_RESET))
+    node.feed(GOOD_A, after=0.01)
+    demanding = replace(GOOD_A, recovery=Recovery.GPU_RESET)
+    for _ in range(6):
+        node.feed(demanding, after=10)
+    node.feed(GOOD_A, after=10)
+    assert set(node.state.devices[GPU_A].entries) == {"xid/119", "xid/154"}
+    node.feed(GOOD_A, after=30)
+    assert node.level() is Level.HEALTHY
+    assert "what the driver asked for was done, and nothing spoke against it for 30 s" in node.log[-2].message
+
+
+def test_a_reset_ends_the_faults_of_a_gpu_that_no_inventory_has() -> None:
+    """It was lost when the agent started; the reset that brings it back is told before it is found."""
+    node = Node(Policy(hold_down_s=10))
+    node.feed(GOOD_A)
+    node.feed(xid(119))
+    without = DeviceMap(MAP.gpus[1:])
+    step = node.machine.step(node.state, [GpuReset("GPU-a", True)], without, Instant(0, node.now + 1))
+    node.state = step.state
+    node.feed(GOOD_A, after=5)
+    node.feed(GOOD_A, after=10)
+    assert node.level() is Level.HEALTHY
+
+
+def test_a_replaced_board_takes_the_faults_of_its_partitions_along() -> None:
+    node = Node(Policy(prepare_failures=1))
+    node.feed(GOOD_A)
+    node.feed(xid(119, gi=1), PrepareResult(PART_2, "error"))
+    assert (node.level(PART_1), node.level(PART_2)) == (Level.UNHEALTHY, Level.UNHEALTHY)
+    node.feed(replace(GOOD_A, uuid="GPU-new"))
+    assert node.health.devices == {}
+    assert node.changes()[2:] == [("119", "cleared"), ("failed", "cleared")]
+
+
+def test_a_boot_that_cannot_be_read_proves_no_reboot() -> None:
+    node = Node()
+    node.feed(xid(79))
+    step = node.machine.rebooted(node.state, "", Instant(0, 5.0))
+    assert (step.state, step.transitions) == (node.state, ())

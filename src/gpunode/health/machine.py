@@ -27,6 +27,7 @@ from gpunode.health.signals import (
 )
 from gpunode.health.state import HealthState, Instant, Step
 from gpunode.health.work import Work
+from gpunode.model.hardware import PARTITION_MARK
 from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth, urgency
 
 
@@ -80,8 +81,11 @@ class HealthMachine:
         return work.done()
 
     def rebooted(self, state: HealthState, boot_id: str, now: Instant) -> Step:
-        """The state carried into a new boot: what a reboot ends is gone, the rest stands. Same boot: unchanged."""
-        if state.boot_id == boot_id:
+        """The state carried into a new boot: what a reboot ends is gone, the rest stands. Same boot: unchanged.
+
+        "" is a boot that could not be read, which proves no reboot.
+        """
+        if boot_id in ("", state.boot_id):
             return Step(state)
         if not state.boot_id:
             return Step(msgspec.structs.replace(state, boot_id=boot_id, kernel_sequence=None))
@@ -96,10 +100,11 @@ class HealthMachine:
             name: _worst(self._with_policy(entry.finding) for entry in device.entries.values())
             for name, device in state.devices.items()
         }
-        for gpu in devices.gpus:
-            inherited = own.get(gpu.name, ())
-            for partition in devices.partitions_of(gpu.name):
-                own[partition] = _worst((*inherited, *own.get(partition, ())))
+        # Also those that are not there (any more, or yet): they may still be held, and one may fail to be made.
+        there = {partition for gpu in devices.gpus for partition in devices.partitions_of(gpu.name)}
+        for partition in sorted(there | {name for name in own if PARTITION_MARK in name}):
+            gpu_name = partition.partition(PARTITION_MARK)[0]
+            own[partition] = _worst((*own.get(gpu_name, ()), *own.get(partition, ())))
         return NodeHealth({name: DeviceHealth(name, findings) for name, findings in own.items() if findings})
 
     def _with_policy(self, finding: Finding) -> Finding:

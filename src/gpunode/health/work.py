@@ -35,6 +35,8 @@ _BECAUSE = {
     Clear.VERDICT: "the driver asks for nothing any more",
     Clear.SAMPLE: "the GPU no longer shows it",
 }
+# A reset, or more, that nobody has told of.
+_MET = "what the driver asked for was done"
 # NVML and the kernel log tell of one event within this time of each other.
 _SAME_EVENT_S = 2.0
 
@@ -86,13 +88,17 @@ class Work:
             self.end(gpu, Clear.RESET)
 
     def reset(self, signal: GpuReset) -> None:
-        device = self.map.by_uuid(signal.uuid)
+        device = self.map.by_uuid(signal.uuid) or self._remembered(signal.uuid)
         if device is None:
             return
         if not signal.success:
             self._raise(rules.reset_failed(device))
             return
         self.end(device, Clear.RESET)
+
+    def _remembered(self, uuid: str) -> str | None:
+        """A GPU that was lost before this agent started is in no inventory until it is back; its reset comes first."""
+        return next((name for name, state in self.devices.items() if uuid and state.uuid == uuid), None)
 
     def verdict(self, device: str, verdict: RecoveryAction) -> None:
         """The driver's word on a GPU: a demand is a fault, "none" is the beginning of the end of several.
@@ -104,11 +110,11 @@ class Work:
         effect = rules.verdict_effect(device, verdict)
         if effect is not None:
             self._raise(effect)
-            self._relapse(device, Clear.VERDICT)
+            self._relapse(device)
         elif verdict is RecoveryAction.NONE:
             self.end(device, Clear.VERDICT)
             if before not in (RecoveryAction.NONE, RecoveryAction.UNKNOWN):
-                self.end(device, Clear.RESET)
+                self.end(device, Clear.RESET, because=_MET)
 
     def sample(self, sample: GpuSample, polled: list[GpuSample]) -> None:
         """Compare a poll with what stands: raise what it shows, begin to end what it no longer shows."""
@@ -175,20 +181,23 @@ class Work:
         if signal.dimension is None:
             self.devices.pop(signal.device, None)
 
-    def end(self, device: str, event: Clear, spared: frozenset[str] = frozenset()) -> None:
+    def end(self, device: str, event: Clear, spared: frozenset[str] = frozenset(), because: str = "") -> None:
         """Begin the hold-down of every fault that the event may end, of a device and of its partitions.
 
-        spared: keys that stay as they are.
+        spared: keys that stay as they are. because: how the event is known, where it was not told.
         """
         for name, key, entry in self._standing(device):
             may_end = event in entry.finding.clears and key not in spared
             if may_end and entry.recovering is None and self._old_enough(entry):
-                begun = msgspec.structs.replace(entry, recovering=self._now.uptime, because=_BECAUSE[event])
+                begun = msgspec.structs.replace(entry, recovering=self._now.uptime, because=because or _BECAUSE[event])
                 self._put(name, key, begun)
 
-    def _relapse(self, device: str, event: Clear) -> None:
+    def _relapse(self, device: str) -> None:
+        """A demand speaks against the end of what verdicts end, and against any end that was only concluded from a
+        verdict: a poll may be of the moment before the demand, and then nothing has been done."""
         for name, key, entry in self._standing(device):
-            if event in entry.finding.clears and entry.recovering is not None:
+            concluded = Clear.VERDICT in entry.finding.clears or entry.because == _MET
+            if concluded and entry.recovering is not None:
                 self._put(name, key, msgspec.structs.replace(entry, recovering=None))
 
     def _standing(self, device: str) -> list[tuple[str, str, Entry]]:
@@ -360,8 +369,11 @@ class Work:
         self._transitions.append(Transition(at, device, dimension, code, "cleared", Level.HEALTHY, message))
 
     def _drop_all(self, device: str, why: str) -> None:
-        for key in list(self._get(device).entries):
-            self._lift(device, key, why, count_flap=False)
+        """Forget a GPU and its partitions."""
+        for name, key, _ in self._standing(device):
+            self._lift(name, key, why, count_flap=False)
+        for name in [name for name in self.devices if name.startswith(device + PARTITION_MARK)]:
+            del self.devices[name]
         self.devices[device] = DeviceState()
 
     def _tell(self, device: str, finding: Finding, change: Literal["raised", "changed"]) -> None:
