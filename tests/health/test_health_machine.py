@@ -13,6 +13,7 @@ from gpunode.health.machine import HealthMachine
 from gpunode.health.policy import Policy
 from gpunode.health.signals import (
     FallenOffBus,
+    GpuLost,
     GpuReset,
     PrepareResult,
     RecoveryActionChanged,
@@ -380,3 +381,30 @@ def test_a_partition_that_cannot_be_made_has_its_gpus_faults_besides() -> None:
     node.feed(PrepareResult(made_in_vain, "error"))
     node.feed(xid(79))
     assert [f.code for f in node.health.of(made_in_vain).findings] == ["79", "failed"]
+
+
+def test_a_poll_tells_the_numbers_of_now_at_the_worst_level() -> None:
+    node = Node()
+    links = replace(GOOD_A, links_total=18)
+    node.feed(replace(links, links_active=18))
+    node.feed(replace(links, links_active=17))
+    node.feed(replace(links, links_active=9, ecc_uncorrected=1))
+    node.feed(replace(links, links_active=9, ecc_uncorrected=500))
+    said = [f.message.partition("):")[0] for f in node.health.of(GPU_A).findings]
+    assert said == [
+        "ECC fault (500 uncorrected memory errors since the last reset",
+        "NVLink fault (9 of 18 NVLinks are up",
+    ]
+    node.feed(replace(links, links_active=0))
+    node.feed(replace(links, links_active=17))
+    assert node.level() is Level.UNHEALTHY  # until all are up
+    assert node.changes() == [("down", "raised"), ("uncorrected", "raised"), ("down", "changed")]
+
+
+def test_a_flood_of_switch_errors_does_not_fill_the_state() -> None:
+    """Any five digits may follow SXid, and a state of more than 16 MiB could not be read again."""
+    node = Node()
+    node.feed(*(SxidSignal(SWITCH, 0, code, True, None, "x" * 400) for code in range(10_000, 12_000)))
+    assert len(node.state.devices[GPU_A].entries) == 256
+    node.feed(xid(79), GpuLost(A, "lost"))
+    assert {"xid/79", "presence/lost"} <= node.state.devices[GPU_A].entries.keys()

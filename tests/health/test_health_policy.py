@@ -1,9 +1,11 @@
 """The policy file, what it does to taints and levels, and the explanation of a code."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
-from health_node import GPU_A, PART_1, PART_2, Node, xid
+from health_node import GOOD_A, GPU_A, PART_1, PART_2, Node, xid
 
 from gpunode.health.catalogue import builtin_catalogue
 from gpunode.health.devices import DeviceMap
@@ -242,3 +244,38 @@ def test_the_explanation_says_what_becomes_of_gangs(code: int, policy: str, says
 def test_until_when_gangs_may_stay(policy: str, says: str) -> None:
     (finding,) = findings(parse_policy(policy), XidSignal(A, 79))
     assert gangs_stay(finding) == says
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "level"),
+    [
+        ("", "levels: {xid/119: degraded}", Level.DEGRADED),
+        ("", "levels: {xid/119: healthy}", Level.HEALTHY),
+        ("levels: {xid/119: degraded}", "", Level.UNHEALTHY),
+        ("levels: {xid/119: degraded}", "levels: {xid: degraded}", Level.DEGRADED),
+    ],
+)
+def test_another_policys_level_holds_for_what_stands(before: str, after: str, level: Level) -> None:
+    """Over a restart with the file in between; the fault began when it began."""
+    node = Node(parse_policy(before))
+    node.feed(xid(119))
+    since = node.health.of(GPU_A).findings[0].since
+    node.state = msgspec.json.decode(msgspec.json.encode(node.state), type=HealthState)
+    node.machine = HealthMachine(policy=parse_policy(after))
+    node.feed(after=60)
+    assert node.level() is level
+    assert [f.since for f in node.health.of(GPU_A).findings] == ([since] if level is not Level.HEALTHY else [])
+    told = len(node.log)
+    node.feed()
+    assert len(node.log) == told
+
+
+def test_a_level_that_the_policy_no_longer_raises_falls() -> None:
+    node = Node(parse_policy("levels: {link/down: unhealthy}"))
+    node.feed(replace(GOOD_A, links_total=18, links_active=18))
+    down = replace(GOOD_A, links_total=18, links_active=17)
+    node.feed(down)
+    assert node.level() is Level.UNHEALTHY
+    node.machine = HealthMachine(policy=Policy())
+    node.feed(down)
+    assert node.level() is Level.DEGRADED

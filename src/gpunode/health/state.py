@@ -40,6 +40,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     kernel, nvml: sightings by source; both report each event, so the larger one is the number of events.
     detailed: the verdict rests on the text, not only on the code.
+    level: before the policy; None in files of versions that did not keep it.
     """
 
     finding: Finding
@@ -49,6 +50,7 @@ class Entry(msgspec.Struct, frozen=True):
     detailed: bool = False
     recovering: float | None = None
     because: str = ""
+    level: Level | None = None
 
     @property
     def count(self) -> int:

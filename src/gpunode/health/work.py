@@ -29,7 +29,8 @@ SEVERITY = {Level.HEALTHY: 0, Level.DEGRADED: 1, Level.UNHEALTHY: 2}
 _MAX_PIDS = 16
 # More than a node has, and more than NVIDIA has codes: a flood of nonsense must not fill the state.
 _MAX_DEVICES = 2048
-_MAX_DEGRADED = 256
+_MAX_ENTRIES = 256
+_POLLED = frozenset({Clear.SAMPLE})
 _BECAUSE = {
     Clear.RESET: "the GPU was reset",
     Clear.VERDICT: "the driver asks for nothing any more",
@@ -232,6 +233,8 @@ class Work:
                 if not 0 <= self._now.uptime - held.since < _SAME_EVENT_S:
                     self._waiting_no_more(device, code)
                     self._raise(held.effect)
+            for key in list(self.devices[device].entries):
+                self._under_policy(device, key)
             for key, entry in list(self.devices[device].entries.items()):
                 since = entry.recovering
                 if since is None:
@@ -241,6 +244,18 @@ class Work:
                 elif self._validated(device, since) and self._now.uptime - since >= self._hold_down(device, entry):
                     held_down = f"{entry.because}, and nothing spoke against it for {self._now.uptime - since:.0f} s"
                     self._lift(device, key, held_down)
+
+    def _under_policy(self, device: str, key: str) -> None:
+        """A fault has the level that the policy of now gives it, also when it began under another one."""
+        entry = self.devices[device].entries[key]
+        finding = entry.finding
+        level = self._policy.level(finding.dimension, finding.code, entry.level or finding.level)
+        if level is Level.HEALTHY:
+            self._lift(device, key, "the policy calls it harmless", count_flap=False)
+        elif level is not finding.level:
+            finding = replace(finding, level=level)
+            self._put(device, key, msgspec.structs.replace(entry, finding=finding))
+            self._tell(device, finding, "changed")
 
     def _validated(self, device: str, since: float) -> bool:
         """A GPU that is polled at all must have answered well after the end began."""
@@ -260,32 +275,27 @@ class Work:
 
     def _raise(self, effect: rules.Raise) -> None:
         level = self._policy.level(effect.dimension, effect.code, effect.level)
+        state, key, now = self._get(effect.device), f"{effect.dimension}/{effect.code}", self._now.uptime
+        known = state.entries.get(key)
         if level is Level.HEALTHY:
-            self.end_code(effect.device, effect.dimension, effect.code, "the policy calls it harmless")
+            if known is not None:
+                self._under_policy(effect.device, key)
             self._seen(rules.as_seen(effect))
             return
-        effect = replace(effect, level=level)
-        state, key = self._get(effect.device), f"{effect.dimension}/{effect.code}"
-        known = state.entries.get(key)
-        if known is None and level is Level.DEGRADED and len(state.entries) >= _MAX_DEGRADED:
-            return
         if known is None:
+            if _full(state, effect.dimension, level):
+                return
             self._count_flap(effect.device, effect.dimension)
-            finding = _finding(effect, self._now.text)
-            self._put(effect.device, key, Entry(finding, self._now.uptime, effect.kernel, effect.nvml, effect.detailed))
+            finding = _finding(effect, level, self._now.text)
+            entry = Entry(finding, now, effect.kernel, effect.nvml, effect.detailed, level=effect.level)
+            self._put(effect.device, key, entry)
             self._tell(effect.device, finding, "raised")
             return
-        finding = known.finding
+        finding, own = known.finding, known.level
         if _supersedes(effect, known):
-            finding = _finding(effect, known.finding.since)
-        entry = Entry(
-            finding,
-            self._now.uptime,
-            known.kernel + effect.kernel,
-            known.nvml + effect.nvml,
-            known.detailed or effect.detailed,
-        )
-        self._put(effect.device, key, entry)
+            finding, own = _finding(effect, level, known.finding.since), effect.level
+        kernel, nvml = known.kernel + effect.kernel, known.nvml + effect.nvml
+        self._put(effect.device, key, Entry(finding, now, kernel, nvml, known.detailed or effect.detailed, level=own))
         if (finding.level, finding.action) != (known.finding.level, known.finding.action):
             self._tell(effect.device, finding, "changed")
 
@@ -394,15 +404,26 @@ class Work:
         self.devices[device] = msgspec.structs.replace(self._get(device), **changes)
 
 
-def _finding(effect: rules.Raise, since: str) -> Finding:
-    return Finding(effect.dimension, effect.level, effect.code, effect.action, effect.message, since, effect.clears)
+def _full(state: DeviceState, dimension: Dimension, level: Level) -> bool:
+    """Whether a device has so many faults that one more says nothing. What is harmless beside it keeps none out."""
+    if len(state.entries) < _MAX_ENTRIES:
+        return False
+    found = (entry.finding for entry in state.entries.values())
+    alike = sum((one.dimension, one.level) == (dimension, level) for one in found)
+    return level is Level.DEGRADED or alike >= _MAX_ENTRIES
+
+
+def _finding(effect: rules.Raise, level: Level, since: str) -> Finding:
+    return Finding(effect.dimension, level, effect.code, effect.action, effect.message, since, effect.clears)
 
 
 def _supersedes(effect: rules.Raise, known: Entry) -> bool:
-    """The driver's verdict is its latest word; details beat a bare code; otherwise the worse one stays."""
+    """The driver's verdict is its latest word; details beat a bare code; otherwise the worse one stays. Of polls that
+    are equally bad the latest has the right numbers."""
     if effect.code == "154" or effect.detailed != known.detailed:
         return effect.detailed
-    return SEVERITY[effect.level] > SEVERITY[known.finding.level]
+    was = SEVERITY[known.level or known.finding.level]
+    return SEVERITY[effect.level] > was or (SEVERITY[effect.level] == was and effect.clears == _POLLED)
 
 
 def _pids(known: Note, seen: rules.Seen) -> tuple[int, ...]:
