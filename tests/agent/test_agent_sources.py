@@ -250,3 +250,27 @@ async def test_a_message_of_three_lines_in_one_record_is_heard(machine: FakeMach
     async with watched(machine, heard, tmp_path / "h.json", log):
         await until(lambda: bool(heard.changes(FIRST)))
     assert heard.changes(FIRST) == [("79", "raised")]
+
+
+async def test_lines_that_were_overwritten_before_they_were_read_are_told(machine: FakeMachine, tmp_path: Path) -> None:
+    """While nobody ran, and while we were too slow; a log that begins anew misses nothing."""
+    log, state = tmp_path / "kmsg", tmp_path / "h.json"
+    log.write_text("6,7,1,-;one\n6,8,2,-;two\n")
+    heard = Heard()
+    async with watched(machine, heard, state, log) as (monitor, _):
+        await until(lambda: monitor.kernel_sequence == 8)
+    assert heard.complaints == []
+    log.write_text(f"6,30,3,-;three\n3,31,4,-;{XID_79}\n6,90,5,-;later in the same minute\n")
+    async with watched(machine, heard, state, log) as (monitor, _):
+        await until(lambda: monitor.kernel_sequence == 90)
+        assert monitor.health.of(FIRST).level is Level.UNHEALTHY
+    ((reason, message),) = heard.complaints
+    assert (reason, message.partition(" of ")[0]) == ("KernelLogOverrun", "21 lines")
+    log.write_text("6,91,1,-;on\n")
+    async with watched(machine, heard, state, log) as (monitor, _):
+        await until(lambda: monitor.kernel_sequence == 91)
+        replaced = tmp_path / "new"
+        replaced.write_text("6,0,1,-;anew\n6,1,1,-;and on\n")
+        replaced.replace(log)
+        await until(lambda: monitor.kernel_sequence == 1)
+    assert len(heard.complaints) == 1

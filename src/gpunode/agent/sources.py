@@ -26,31 +26,40 @@ async def follow_kernel_log(path: Path, monitor: HealthMonitor, complain: Compla
     pending = Pending()
     failed = _unreadable(path, complain)
     async with kmsg.follow(path, -1 if after is None else after, limit=_WAITING, failed=failed) as records:
-        overrun = _Overrun(path, complain)
+        overrun = _Overrun(path, complain, after)
         count = 0
         async for record in records:
+            overrun.read(record.seq)
             signals, pending = parse(record.text, pending)
             await monitor.put(*signals, kernel_sequence=record.seq)
             count += 1
             if count % _BREATHE == 0:
-                overrun.check(records.dropped)
                 await asyncio.sleep(0)
 
 
 class _Overrun:
-    """Complains of lines that were dropped, at most once a minute."""
+    """Complains of records that were never read, at most once a minute. Numbers rise by one a record, so a gap is what
+    the kernel overwrote (also while no agent ran) or what we dropped. A lower number is a log that began anew."""
 
-    def __init__(self, path: Path, complain: Complain) -> None:
+    def __init__(self, path: Path, complain: Complain, last: int | None) -> None:
         self._path = path
         self._complain = complain
-        self._told = 0
+        self._last = last
+        self._missing = 0
         self._quiet_until = 0.0
 
-    def check(self, dropped: int) -> None:
-        if dropped == self._told or time.monotonic() < self._quiet_until:
+    def read(self, sequence: int) -> None:
+        if self._last is not None and sequence > self._last + 1:
+            self._missing += sequence - self._last - 1
+        self._last = sequence
+        if not self._missing or time.monotonic() < self._quiet_until:
             return
-        self._complain("KernelLogOverrun", f"{dropped - self._told} lines of {self._path} came too fast to be read.")
-        self._told = dropped
+        self._complain(
+            "KernelLogOverrun",
+            f"{self._missing} lines of {self._path} were overwritten before they could be read: a fault that only they "
+            "told of is not known. See gpunode health status, and nvidia-smi -q, for the state of the GPUs.",
+        )
+        self._missing = 0
         self._quiet_until = time.monotonic() + 60
 
 
