@@ -15,6 +15,7 @@ from gpunode.agent.options import AgentOptions
 from gpunode.agent.orders import new_order
 from gpunode.hardware.board import load_board
 from gpunode.hardware.fake import FakeMachine
+from gpunode.hardware.fake.state import FakeState
 from gpunode.health.scenario import load_scenario
 from gpunode.kube.events import ObjectRef
 from gpunode.kube.kinds import ConfigMap
@@ -218,6 +219,30 @@ async def test_a_scenario_that_is_not_understood_any_more_is_dropped(tmp_path: P
     fake.begin("old", scenario("at: 0, do: what-was-once-possible"))
     assert await resume(open_machine(options(tmp_path))) == 0
     assert open_machine(options(tmp_path)).resume(lambda: None) == []
+
+
+async def test_a_full_disk_neither_begins_a_scenario_nor_ends_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused for want of room does not begin with the next agent."""
+    first = open_machine(options(tmp_path))
+    assert first.execute is not None
+
+    def full(_state: FakeState) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeState, "save", full)
+        with pytest.raises(OSError, match="No space"):
+            await first.execute(new_order(scenario=scenario(*LONG)), lambda: None)
+    await first.execute(new_order(device="0", xid=43), lambda: None)  # saves
+    assert await resume(open_machine(options(tmp_path))) == 0
+
+    fake = FakeMachine.create(load_board("dgx-a100-80"), "node-1", tmp_path / "fake")
+    fake.begin("old", scenario("at: 0, do: what-was-once-possible"))
+    last = open_machine(options(tmp_path))
+    monkeypatch.setattr(FakeState, "save", full)
+    assert await resume(last) == 0
 
 
 def test_real_hardware_has_nothing_to_go_on_with(machine: Machine) -> None:

@@ -80,6 +80,15 @@ async def test_both_sources_tell_of_one_event_and_it_is_one(machine: FakeMachine
     assert [c for c in heard.changes(FIRST) if c[0] == "109"] == [("109", "raised")]
 
 
+async def test_a_line_without_words_and_its_event_are_one(machine: FakeMachine, tmp_path: Path) -> None:
+    async with watched(machine, Heard(), tmp_path / "h.json") as (monitor, _):
+        machine.inject(Xid(device=FIRST, code=46))
+        await until(lambda: FIRST in monitor.state.devices and "xid/46" in monitor.state.devices[FIRST].entries)
+        await until(lambda: monitor.state.devices[FIRST].entries["xid/46"].nvml == 1)
+        await until(lambda: monitor.state.devices[FIRST].entries["xid/46"].kernel == 1)
+        assert monitor.state.devices[FIRST].entries["xid/46"].count == 1
+
+
 @pytest.mark.parametrize("make", ["a directory", "nothing", "no permission"])
 async def test_without_a_kernel_log_nvml_alone_tells_and_that_is_said(
     machine: FakeMachine, tmp_path: Path, make: str, monkeypatch: pytest.MonkeyPatch

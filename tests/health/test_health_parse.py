@@ -42,8 +42,8 @@ FORMS: dict[str, tuple[str, Signal]] = {
     "with function": (f"{X}.0): 31, Ch 1", XidSignal(GPU, 31, text="Ch 1")),
     "quoted unknown": (f"{X}): 79, pid='<unknown>', name=<unknown>, off", XidSignal(GPU, 79, text="off")),
     "unknown pid only": (f"{X}): 79, pid=<unknown>, off", XidSignal(GPU, 79, text="off")),
-    "no fields": (f"{X}): 79", XidSignal(GPU, 79)),
-    "name ends the line": (f"{X}): 43, pid=7, name=x", XidSignal(GPU, 43, pid=7, process="x")),
+    "no fields": (f"{X}): 79", XidSignal(GPU, 79, text="-")),
+    "name ends the line": (f"{X}): 43, pid=7, name=x", XidSignal(GPU, 43, pid=7, process="x", text="-")),
     "name with spaces": (f"{X}): 43, pid=7, name=a b=c, t", XidSignal(GPU, 43, pid=7, process="a b=c", text="t")),
     "follows another": (
         f"{X}): 45, pid=7, name=x, Ch 0000000c caused by previous Xid 31",

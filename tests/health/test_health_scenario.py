@@ -16,7 +16,7 @@ from gpunode.health.devices import device_map
 from gpunode.health.machine import HealthMachine
 from gpunode.health.parse import Pending, parse, parse_record
 from gpunode.health.scenario import ScenarioError, TimedFault, expand, load_scenario, parse_scenario, scenario_names
-from gpunode.health.signals import Signal
+from gpunode.health.signals import RecoveryActionChanged, Signal
 from gpunode.health.state import HealthState, Instant
 from gpunode.model.health import Dimension, GpuSample, Level, RecoveryAction
 from gpunode.slices.planner import SliceConfig, plan
@@ -189,6 +189,17 @@ def test_faults_come_in_order_of_time() -> None:
     assert all(isinstance(parse_fault(msgspec.json.encode(f.fault)), object) for f in faults)
 
 
+@pytest.mark.parametrize("action", RECOVERY[1:])
+def test_every_verdict_reaches_the_log_as_it_was_given(action: RecoveryAction, tmp_path: Path) -> None:
+    fake = FakeMachine.create(load_board("hgx-h100"), "node-0", tmp_path)
+    steps = f"[{{at: 0, do: verdict, gpu: 0, action: {action}}}, {{at: 1, do: verdict, gpu: 0, action: none}}]"
+    for timed in expand(parse_scenario(HEAD + steps), 1):
+        fake.inject(parse_fault(msgspec.json.encode(timed.fault)))
+    told = [signal for line in fake.roots.kmsg.read_text().splitlines() for signal in parse(parse_record(line).text)[0]]
+    verdicts = [signal.new for signal in told if isinstance(signal, RecoveryActionChanged)]
+    assert verdicts == [action, RecoveryAction.NONE]
+
+
 HEAD = "name: x\ndescription: d\nsteps: "
 
 
@@ -206,6 +217,10 @@ HEAD = "name: x\ndescription: d\nsteps: "
         (HEAD + "[{at: 0, do: switch-error, switch: 0, code: 12020, fatal: perhaps}]", "bool"),
         (HEAD + "[{at: 0, do: storm, gpu: 0, code: 45, count: 10000000, seconds: 1}]", "1000000"),
         (HEAD.replace("name: x", "name: X y") + "[{at: 0, do: driver-gone}]", "matching regex"),
+        (HEAD + "[{at: 0, do: verdict, gpu: 0, action: unknown}]", "no driver says unknown"),
+        (HEAD + "[{at: 0, do: xid, gpu: 0, code: 79, gi: -1}]", ">= 0"),
+        (HEAD + "[{at: 0, do: xid, gpu: 0, code: 79, gi: 1, ci: 100000000000000000000}]", "<= 99"),
+        (HEAD + "[{at: 0, do: xid, gpu: 0, code: 79, pid: 0}]", ">= 1"),
         (HEAD + "[{at: 0, do: driver-gone}]\nexpect: {0: broken}", "broken"),
         ("{", "not YAML"),
         ("", "object"),

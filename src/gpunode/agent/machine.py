@@ -108,7 +108,8 @@ def _resume(fake: FakeMachine, changed: Changed) -> list[Coroutine[None, None, N
             script = _script(fake, play.order, play.scenario)
         except ScenarioError as error:  # of a newer or older version of ours
             logger.error("a fault scenario is not gone on with: %s", error)
-            fake.end(play)
+            with suppress(OSError):
+                fake.end(play)
             continue
         logger.warning("fault scenario of order %s goes on after %d faults", play.order, play.done)
         rest.append(_play(fake, islice(script, play.done, None), play, changed))
@@ -138,7 +139,7 @@ async def _play(fake: FakeMachine, script: Iterator[TimedFault], play: Play, cha
             due.append(parse_fault(msgspec.json.encode(timed.fault)))
         await happen()
         await asyncio.to_thread(fake.end, play)
-    except (OSError, LookupError) as error:
+    except (OSError, LookupError, ValueError) as error:
         logger.error("a fault scenario ended early: %s", error)
         with suppress(OSError):
             await asyncio.to_thread(fake.end, play)

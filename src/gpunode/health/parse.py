@@ -25,6 +25,8 @@ from gpunode.model.health import RecoveryAction
 MAX_LINE = kmsg.MAX_TEXT
 # Lines that may stand between "The NVIDIA GPU ..." and "fallen off the bus" before the first is forgotten.
 _MAX_GAP = 8
+# Of a line that says no more than its code: no text at all is NVML's, and one event would count as two.
+_NO_TEXT = "-"
 
 _HEX = "[0-9a-fA-F]"
 _PCI = rf"({_HEX}{{4,8}}):({_HEX}{{2}}):({_HEX}{{2}})(?:\.([0-7]))?"
@@ -175,7 +177,7 @@ def _xid(match: re.Match[str], rest: str) -> Signal:
         ci=int(ci) if ci else None,
         pid=pid,
         process=process,
-        text=rest.strip(),
+        text=rest.strip() or _NO_TEXT,
         previous=previous,
     )
 

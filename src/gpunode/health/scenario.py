@@ -22,6 +22,7 @@ _FAULT = dict[str, str | int]
 
 Time = Annotated[float, Meta(ge=0, le=7 * 86400)]
 Gpu = Annotated[int, Meta(ge=0, le=63)] | Literal["all"]
+Instance = Annotated[int, Meta(ge=0, le=99)]
 Code = Annotated[int, Meta(ge=1, le=9999)]
 Address = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.0$")]
 
@@ -52,9 +53,9 @@ class Xid(_Step, frozen=True, kw_only=True):
     gpu: Gpu
     code: Code
     text: Annotated[str, Meta(max_length=512)] = ""
-    gi: int | None = None
-    ci: int | None = None
-    pid: int | None = None
+    gi: Instance | None = None
+    ci: Instance | None = None
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
 
 
 class DoubleBitError(_Step, frozen=True, kw_only=True):
@@ -118,10 +119,14 @@ class Fabric(_Step, frozen=True, kw_only=True):
 
 
 class Verdict(_Step, frozen=True, kw_only=True):
-    """The driver's recovery action changes (XID 154)."""
+    """The driver's recovery action changes (XID 154). action: any but unknown, which no driver says."""
 
     gpu: Gpu
     action: RecoveryAction
+
+    def __post_init__(self) -> None:
+        if self.action is RecoveryAction.UNKNOWN:
+            raise ValueError(f"no driver says {self.action}; an action is one of {', '.join(_RECOVERY)}")
 
 
 class Storm(_Step, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from gpunode.model.health import Dimension, GpuSample, RecoveryAction
 
 @dataclass(frozen=True)
 class XidSignal:
-    """One XID, from the kernel log or from an NVML event (then `text` is empty).
+    """One XID, from the kernel log or from an NVML event (then, and only then, `text` is empty).
 
     gi, ci: MIG GPU and compute instance, None where the driver names none (NVML says 0xFFFFFFFF).
     pid is None when the driver does not know it. previous: the XID that a 45 says it follows.

@@ -70,10 +70,10 @@ class FabricChange(_Fault, frozen=True, kw_only=True):
 
 
 class RecoveryChange(_Fault, frozen=True, kw_only=True):
-    """The driver changes its verdict on a GPU (XID 154). action: NVML's recovery action, 0 to 5."""
+    """The driver changes its verdict on a GPU (XID 154). action: NVML's recovery action, 0 to 7."""
 
     device: DeviceText
-    action: Annotated[int, Meta(ge=0, le=5)]
+    action: Annotated[int, Meta(ge=0, le=7)]
 
 
 class RemapPending(_Fault, frozen=True, kw_only=True):
@@ -150,5 +150,8 @@ RECOVERY_NAMES = {
     pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: "Node Reboot Required",
     pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: "Drain P2P",
     pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: "Drain and Reset",
-    5: "Recover IMEX Domain",  # older bindings have no name for it
+    # Older bindings have no names for these.
+    5: "Recover IMEX Domain",
+    6: "Bus Reset",
+    7: "System Reboot",
 }

@@ -54,7 +54,11 @@ class FakeMachine:
         with self.state.changed:
             play = Play(order=order, scenario=scenario, began=time.clock_gettime(time.CLOCK_BOOTTIME))
             self.state.saved.playing.append(play)
-            self.state.save()
+            try:
+                self.state.save()
+            except OSError:  # the order is refused, so it must not begin with the next agent
+                self.state.saved.playing.remove(play)
+                raise
             return play
 
     def end(self, play: Play) -> None:
