@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from scenario import CONFIG, NOW, devices, places, reasons, run, scenario
+from scenario import CONFIG, NOW, allocated, devices, places, reasons, run, scenario
 
 from gpunode.gang.decide import decide
 from gpunode.gang.explain import explain
@@ -14,6 +14,7 @@ from gpunode.model.gang import Action, Evict, ReasonCode, Release, Report, Snaps
 from gpunode.model.grace import MAX_GRACE_S, NEVER, grace_end, grace_value, parse_grace
 from gpunode.model.meta import Condition
 from gpunode.model.names import PLACED_CONDITION
+from gpunode.model.resource import DeviceToleration
 
 BEGAN = "2026-11-29T12:00:00Z"
 HIT = f"node n1\nnode n2\nnode n3\ngang g pods=8,8 bound=n1,n2 job=j\ntaint n1/gpu-3 xid=94 since={BEGAN}\n"
@@ -132,6 +133,23 @@ def test_the_claims_own_toleration_counts_besides(tolerates: str, grace: str, en
 
 def test_a_quarantine_ends_every_grace() -> None:
     assert evicted(at(HIT + "grace n1/gpu-3 xid=forever\ntaint n1/gpu-3 quarantine=true", 0))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("grace", ["forever", "600s"])
+def test_of_two_claims_that_share_a_device_the_one_that_tolerates_less_counts(
+    order: tuple[int, int], grace: str
+) -> None:
+    world = scenario(
+        f"node n1\nnode n2\ngang g pods=1,1 bound=n1,n1 job=j\ntaint n1/gpu-0 xid=94 since={BEGAN}\n"
+        f"taint n1/gpu-0 ecc=uncorrected since={BEGAN}\ngrace n1/gpu-0 ecc={grace}"
+    )
+    tolerates = DeviceToleration(key="gpunode.dev/xid", operator="Exists")
+    for member, tolerations in zip(order, ((tolerates,), ()), strict=True):
+        claim = world.claims[f"default/g-{member}-gpu"]
+        status = replace(claim.status, allocation=allocated("n1", ["gpu-0"], tolerations))
+        world.claims[f"default/g-{member}-gpu"] = replace(claim, status=status)
+    assert evicted(decide(world.snapshot(), NOW, CONFIG))
 
 
 def test_nobody_new_is_placed_there() -> None:

@@ -38,15 +38,19 @@ class Fault:
 def find_faults(state: GangState, view: View, snapshot: Snapshot, now: datetime) -> tuple[Fault, ...]:
     """Faults of the devices that a gang's members hold, for as long as their claims do not tolerate them.
 
-    A grace is for pods that run: what only waiting members hold has none.
+    A grace is for pods that run: what only waiting members hold has none. Of claims that share a device, the one whose
+    use of it ends first counts: each tolerates what it tolerates.
     """
     faults: dict[DeviceId, Fault] = {}
     for member in sorted(state.members, key=lambda m: m.stage is Stage.WAITING):
         runs = member.stage is not Stage.WAITING
         for claim in member.claims:
             for result in claim.status.allocation.devices.results if claim.status.allocation is not None else ():
-                id_ = result_id(result)
-                if id_ not in faults and (found := _fault(result, view, now)) is not None:
+                id_, found = result_id(result), _fault(result, view, now)
+                if found is None:
+                    continue
+                known = faults.get(id_)
+                if known is None or (runs and _order(now, found) < _order(now, (known.taint, known.until))):
                     taint, until = found
                     faults[id_] = Fault(id_, taint, location(member.pod, snapshot), until if runs else None)
     return tuple(faults[id_] for id_ in sorted(faults))
