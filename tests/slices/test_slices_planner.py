@@ -1,13 +1,21 @@
 """From inventory and health to slices: attributes, taints, generation, names."""
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpunode.model.hardware import Fabric, Gpu, Inventory, Link, PciAddress
+from gpunode.health.devices import DeviceMap
+from gpunode.health.machine import HealthMachine
+from gpunode.health.policy import Policy
+from gpunode.health.state import DeviceState, Entry, HealthState
+from gpunode.model.grace import parse_grace
+from gpunode.model.hardware import Fabric, Gpu, Inventory, Link, MigSlice, PciAddress
 from gpunode.model.health import Action, DeviceHealth, Dimension, Finding, Level, NodeHealth
-from gpunode.model.resource import ResourceSlice
+from gpunode.model.resource import DeviceTaint, ResourceSlice
 from gpunode.slices.changes import changes
 from gpunode.slices.describe import nvlink_domains, version_attribute
 from gpunode.slices.layout import parse_modes, slice_name
@@ -308,3 +316,86 @@ class TestNvlinkDomain:
         inventory = node(gpu(7, fabric=Fabric(state)))
         assert nvlink_domains(inventory) == {}
         assert "nvlinkDomain" not in plan(inventory, NodeHealth(), CONFIG)[0].spec.devices[0].attributes
+
+
+FOUND = st.lists(
+    st.builds(
+        Finding,
+        st.sampled_from([Dimension.XID, Dimension.ECC]),
+        st.sampled_from([Level.DEGRADED, Level.UNHEALTHY]),
+        st.sampled_from(["1", "2", "3", "4"]),
+        st.just(Action.INSPECT),
+        st.just("text"),
+        st.sampled_from(["2026-11-29T12:00:00Z", "2026-11-29T12:00:10Z", "2026-11-29T12:01:00Z"]),
+    ),
+    max_size=5,
+    unique_by=lambda finding: (finding.dimension, finding.code),
+)
+POLICIES = st.builds(
+    Policy,
+    effects=st.dictionaries(
+        st.sampled_from(["xid/1", "xid/2", "xid", "ecc/3", "unhealthy", "degraded"]),
+        st.sampled_from(["None", "NoSchedule", "NoExecute"]),
+    ),
+    gang_grace_s=st.dictionaries(
+        st.sampled_from(["xid/1", "xid/3", "xid", "ecc/3", "unhealthy", "degraded"]),
+        st.sampled_from([0, 20, 600, "forever"]),
+    ),
+)
+
+
+def _leave(effect: str, since: str, grace: int | None) -> datetime | None:
+    """When a gang has to go for one fault; None: never."""
+    began = datetime.fromisoformat(since)
+    if effect == "None" or grace is None:
+        return None
+    return began + timedelta(seconds=grace) if effect == "NoSchedule" and grace else datetime.min.replace(tzinfo=UTC)
+
+
+def _told_to_leave(found: tuple[DeviceTaint, ...]) -> list[datetime]:
+    graces = {t.key.partition("/")[2]: parse_grace(t.value) for t in found if t.key.startswith("grace.")}
+    harmful = [t for t in found if not t.key.startswith("grace.")]
+    ends = [_leave(t.effect, t.time_added or "", graces.get(t.key.partition("/")[2], 0)) for t in harmful]
+    return [end for end in ends if end is not None]
+
+
+@given(own=FOUND, of_gpu=FOUND, other=FOUND, policies=st.lists(POLICIES, min_size=1, max_size=3))
+def test_taints_are_as_hard_as_the_hardest_fault_and_never_those_of_another(
+    own: list[Finding], of_gpu: list[Finding], other: list[Finding], policies: list[Policy]
+) -> None:
+    """Whatever policies follow each other over restarts; the level is that of the worst fault besides."""
+    partition, a, b = "gpu-0000-07-00-0-mig-1g-10gb-0", "gpu-0000-07-00-0", "gpu-0000-0f-00-0"
+    saved = HealthState(
+        devices={
+            name: DeviceState(entries={f"{f.dimension}/{f.code}": Entry(f, 0.0) for f in found})
+            for name, found in {partition: own, a: of_gpu, b: other}.items()
+        }
+    )
+    mig = MigSlice("MIG-1", "1g.10gb", 0, 1, 1, 0, 10 << 30)
+    before: dict[tuple[str, str, str, str], str | None] = {}
+    slices: tuple[ResourceSlice, ...] = ()
+    for policy in policies:
+        health = HealthMachine(policy=policy).project(saved, DeviceMap())
+        hardware = node(replace(gpu(0x07), mig_enabled=True, mig=(mig,)), gpu(0x0F))
+        slices = plan(hardware, health, CONFIG, served(slices))
+        known: dict[tuple[str, str, str, str], str | None] = {}
+        for device in (d for s in slices for d in s.spec.devices):
+            faults = {partition: [*own, *of_gpu], a: of_gpu, b: other}[device.name]
+            about = [(f, (f.dimension, f.code, f.level, "host" if f.dimension == "xid" else "")) for f in faults]
+            effects = [policy.effect(*key) for _, key in about]
+            tainted = [t for t in device.taints if not t.key.startswith("grace.")]
+            assert {t.key for t in tainted} == {f"gpunode.dev/{f.dimension}" for f in faults}
+            assert {t.effect for t in tainted} <= set(effects)
+            assert max((RANK[t.effect] for t in tainted), default=0) == max((RANK[e] for e in effects), default=0)
+            ends = [_leave(policy.effect(*key), f.since, policy.gang_grace(*key)) for f, key in about]
+            first = min((end for end in ends if end is not None), default=None)
+            assert min(_told_to_leave(device.taints), default=None) == first
+            assert health.of(device.name).level == max((f.level for f in faults), key=str, default=Level.HEALTHY)
+            known |= {(device.name, t.key, t.value, t.effect): t.time_added for t in device.taints}
+        assert all(
+            known[taint] == since for taint, since in before.items() if taint in known and "grace" not in taint[1]
+        )
+        before = known
+
+
+RANK = {"None": 0, "NoSchedule": 1, "NoExecute": 2}

@@ -28,7 +28,7 @@ from gpunode.health.signals import (
 from gpunode.health.state import HealthState, Instant, Step
 from gpunode.health.work import Work
 from gpunode.model.hardware import PARTITION_MARK
-from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth, urgency
+from gpunode.model.health import DeviceHealth, Dimension, Finding, GpuSample, NodeHealth, severity, urgency
 
 
 def coalesce(signals: Iterable[Signal]) -> list[Signal]:
@@ -146,8 +146,10 @@ class HealthMachine:
 
 
 def _worst(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The most urgent finding of each dimension."""
-    worst: dict[Dimension, Finding] = {}
-    for finding in sorted(findings, key=urgency):
-        worst.setdefault(finding.dimension, finding)
-    return tuple(worst[dimension] for dimension in Dimension if dimension in worst)
+    """The worst finding of each dimension, and the one that its taint tells where a policy makes that another."""
+    found = tuple(findings)
+    kept: dict[Finding, None] = {}
+    for dimension in Dimension:
+        if alike := [finding for finding in found if finding.dimension is dimension]:
+            kept |= dict.fromkeys((min(alike, key=severity), min(alike, key=urgency)))
+    return tuple(kept)

@@ -122,15 +122,21 @@ class Finding:
     grace: int | None = AT_ONCE
 
 
-def urgency(finding: Finding) -> tuple[int, int, datetime, str, str]:
-    """Sort key, the most urgent first: the worse level, then the stronger effect, then the earlier end of the grace.
+def urgency(finding: Finding) -> tuple[int, datetime, int, str, str]:
+    """Sort key for the one finding of a dimension that a taint tells: the stronger effect, then the earlier end of the
+    grace, then the worse level. Of equals the older one comes first.
 
-    So what is told of several findings is never milder than one of them. Of equals the older one comes first.
+    So a taint is never milder than any of the findings, whatever the policy gives to which.
     """
     began = parse_time(finding.since) or datetime.min.replace(tzinfo=UTC)
-    ends = grace_end(began, finding.grace)
+    ends = grace_end(began, finding.grace) if finding.grace != AT_ONCE else datetime.min.replace(tzinfo=UTC)
     effect = _WEAKEST_FIRST.index(finding.effect) if finding.effect in _WEAKEST_FIRST else 0
-    return _WORST_FIRST.index(finding.level), -effect, ends, finding.since, finding.code
+    return -effect, ends, _WORST_FIRST.index(finding.level), finding.since, finding.code
+
+
+def severity(finding: Finding) -> tuple[int, tuple[int, datetime, int, str, str]]:
+    """Sort key for what is said of a device: the worse level first, then as `urgency`."""
+    return _WORST_FIRST.index(finding.level), urgency(finding)
 
 
 @dataclass(frozen=True)
