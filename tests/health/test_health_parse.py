@@ -86,7 +86,6 @@ RECOVERY_NAMES = {
     "Drain P2P": Recovery.DRAIN_P2P,
     "Drain and Reset": Recovery.DRAIN_AND_RESET,
     "Recover IMEX Domain": Recovery.RECOVER_IMEX,
-    "Something New": Recovery.UNKNOWN,
 }
 
 
@@ -122,6 +121,16 @@ def test_recovery_action(name: str) -> None:
 
 def test_a_154_that_cannot_be_read_stays_an_xid() -> None:
     assert parse(f"{X}): 154, something else")[0] == (XidSignal(GPU, 154, text="something else"),)
+
+
+def test_a_verdict_in_words_of_another_driver_is_known_by_its_number() -> None:
+    text = "GPU recovery action changed from 0x0 (None) to 0x{} (Reset The Card Please)"
+    assert parse(f"{X}): 154, {text.format(1)}")[0] == (RecoveryActionChanged(GPU, Recovery.NONE, Recovery.GPU_RESET),)
+    assert parse(f"{X}): 154, {text.format(7)}")[0] == (
+        RecoveryActionChanged(GPU, Recovery.NONE, Recovery.SYSTEM_REBOOT),
+    )
+    unknown = text.format("8")
+    assert parse(f"{X}): 154, {unknown}")[0] == (XidSignal(GPU, 154, text=unknown),)
 
 
 OFF_BUS = (

@@ -44,8 +44,8 @@ _PROCESS = re.compile(
 )
 _PREVIOUS = re.compile(r"(?a) ?caused by previous Xid (\d{1,5})$")
 _RECOVERY = re.compile(
-    r"(?a)GPU recovery action changed from 0x[0-9a-fA-F]{1,8} \(([\w &]{1,40})\) "
-    r"to 0x[0-9a-fA-F]{1,8} \(([\w &]{1,40})\)"
+    r"(?a)GPU recovery action changed from 0x([0-9a-fA-F]{1,8}) \(([\w &]{1,40})\) "
+    r"to 0x([0-9a-fA-F]{1,8}) \(([\w &]{1,40})\)"
 )
 _OFF_BUS = re.compile(rf"(?a)NVRM: (?:Xid \(PCI:[^)]{{1,40}}\): )?GPU (?:at PCI:)?{_PCI}: GPU has fallen off the bus")
 _OFF_BUS_HEAD = re.compile(rf"(?a)NVRM: The NVIDIA GPU {_PCI}")
@@ -72,6 +72,10 @@ _RECOVERY_NAMES = {
     "system reboot": RecoveryAction.SYSTEM_REBOOT,
     "system reboot required": RecoveryAction.SYSTEM_REBOOT,
 }
+
+
+# Source: nvml.h, nvmlDeviceGpuRecoveryAction_t, from 0 on.
+_RECOVERY_NUMBERS = tuple(action for action in RecoveryAction if action is not RecoveryAction.UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,9 @@ def _xid(match: re.Match[str], rest: str) -> Signal:
     if tail := _PREVIOUS.search(rest):
         previous, rest = int(tail[1]), rest[: tail.start()]
     if int(code) == 154 and (change := _RECOVERY.search(rest)):
-        return RecoveryActionChanged(pci, _recovery(change[1]), _recovery(change[2]))
+        old, new = _recovery(change[1], change[2]), _recovery(change[3], change[4])
+        if new is not RecoveryAction.UNKNOWN:
+            return RecoveryActionChanged(pci, old, new)
     return XidSignal(
         pci,
         int(code),
@@ -182,8 +188,12 @@ def _xid(match: re.Match[str], rest: str) -> Signal:
     )
 
 
-def _recovery(name: str) -> RecoveryAction:
-    return _RECOVERY_NAMES.get(name.strip().lower(), RecoveryAction.UNKNOWN)
+def _recovery(number: str, name: str) -> RecoveryAction:
+    """By the name, whose words differ from driver to driver, or else by the number, which is NVML's."""
+    if known := _RECOVERY_NAMES.get(name.strip().lower()):
+        return known
+    value = int(number, 16)
+    return _RECOVERY_NUMBERS[value] if value < len(_RECOVERY_NUMBERS) else RecoveryAction.UNKNOWN
 
 
 def _parse_sxid(line: str) -> SxidSignal | None:
