@@ -1,8 +1,12 @@
 """The driver's libraries: asked again until they are known, kept when they were."""
 
 import asyncio
+import errno
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,6 +77,87 @@ async def test_it_asks_again_by_itself_and_when_the_driver_changes(monkeypatch: 
         assert toolkit.asked == asked, "a good answer is not asked for again soon"
         libraries.wake()
         while toolkit.asked == asked:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class Hangs(Toolkit):
+    """Answers when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def ask(self) -> CommonEdits:
+        self.go.wait(10)
+        return super().ask()
+
+
+async def test_a_toolkit_that_hangs_keeps_the_agent_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_S", 0.05)
+    toolkit = Hangs()
+    libraries = DriverLibraries(toolkit.ask, toolkit.complain)
+    async with asyncio.timeout(2):
+        await libraries.start()
+    with pytest.raises(HardwareError, match="has not answered yet"):
+        libraries.current()
+    task = asyncio.create_task(libraries.run())
+    await asyncio.sleep(0.05)
+    toolkit.go.set()
+    async with asyncio.timeout(5):
+        while True:
+            with suppress(HardwareError):
+                assert libraries.current() == GOOD
+                break
+            await asyncio.sleep(0.01)
+    assert toolkit.asked == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_toolkit_that_hangs_does_not_keep_the_process_from_its_end() -> None:
+    program = (
+        "import asyncio, time\nfrom gpunode.agent import libraries\nlibraries._FIRST_S = 0.1\n"
+        "one = libraries.DriverLibraries(lambda: time.sleep(30), print)\nasyncio.run(one.start())\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=15)
+
+
+def test_a_directory_that_cannot_be_looked_at_is_told() -> None:
+    def ask() -> CommonEdits:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    toolkit = Toolkit()
+    libraries = DriverLibraries(ask, toolkit.complain)
+    libraries.refresh()
+    assert len(toolkit.complaints) == 1
+    with pytest.raises(HardwareError, match="Stale file handle"):
+        libraries.current()
+
+
+def test_a_toolkit_that_goes_takes_nothing_from_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [CommonEdits(), GOOD, CommonEdits()]
+    toolkit = Toolkit()
+    libraries = DriverLibraries(lambda: answers.pop(0), toolkit.complain)
+    known = []
+    for _ in range(3):
+        libraries.refresh()
+        known.append(libraries.current())
+    assert known == [CommonEdits(), GOOD, GOOD]
+    assert [message for _, message in toolkit.complaints] == [
+        "the container toolkit is gone; what it said last stands until it is back"
+    ]
+
+
+async def test_a_toolkit_that_comes_later_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    answers = [CommonEdits(), CommonEdits(), GOOD]
+    libraries = DriverLibraries(lambda: answers.pop(0), lambda *_: None)
+    await libraries.start()
+    task = asyncio.create_task(libraries.run())
+    async with asyncio.timeout(5):
+        while libraries.current() != GOOD:
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

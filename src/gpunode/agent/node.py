@@ -159,7 +159,7 @@ class NodeAgent:
         self._registry.register(HealthCollector(lambda: (self._monitor.state, self._monitor.health)))
         serve_metrics(self._registry, self._options.metrics_port, self._missing)
         transitions = await asyncio.to_thread(self._monitor.start, self._inventory.boot_id, device_map(self._inventory))
-        await asyncio.to_thread(self._libraries.refresh)
+        await self._libraries.start()
         await self._engine.recover()
         self._publish()
         await self._plugin.start()

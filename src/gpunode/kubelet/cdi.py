@@ -17,6 +17,7 @@ import msgspec
 from gpunode.files import write_atomic
 from gpunode.kubelet.checkpoint import Entry, HeldDevice, State
 from gpunode.kubelet.seams import Steps, no_step
+from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNode, Mount
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,23 @@ class CommonEdits(msgspec.Struct, frozen=True):
 NOTHING: Final = CommonEdits()
 
 
+# What the toolkit sets, so that a runtime in legacy mode injects nothing a second time.
+_HIDDEN: Final = "NVIDIA_VISIBLE_DEVICES=void"
+
+
+class _WrittenEdits(msgspec.Struct, frozen=True, rename="camel"):
+    env: list[Any] = []
+    device_nodes: list[Any] = []
+
+
+class _Written(msgspec.Struct, frozen=True, rename="camel"):
+    """A file of ours, read again."""
+
+    kind: str
+    devices: list[Any]
+    container_edits: _WrittenEdits
+
+
 def spec(entry: Entry, common: CommonEdits = NOTHING) -> dict[str, Any]:
     """The CDI document of one claim. Claim-wide edits apply as soon as a container uses any of its devices."""
     control = {node.container_path: node for node in common.nodes}
@@ -103,7 +121,8 @@ class CdiStore:
     """The files of one driver in a CDI directory. All methods block on the disk; callers hold the node lock.
 
     common: read at every write, so that a new driver's libraries reach the files at the next call. It raises
-    HardwareError while they are not known: a container without them would start and only then fail.
+    HardwareError while they are not known: a container without them would start and only then fail. A file that was
+    written when they were known goes on serving its claim meanwhile, and while the toolkit is away to be replaced.
     """
 
     def __init__(
@@ -135,10 +154,18 @@ class CdiStore:
         Raises OSError, HardwareError.
         """
         path = self.path(entry.uid)
-        wanted = msgspec.json.encode(spec(entry, self._common()))
+        there = b""
         with suppress(OSError):
-            if path.read_bytes() == wanted:
+            there = path.read_bytes()
+        try:
+            common = self._common()
+        except HardwareError:
+            if _serves(there, entry):
                 return False
+            raise
+        wanted = msgspec.json.encode(spec(entry, common))
+        if there == wanted or (common == NOTHING and _serves(there, entry)):
+            return False
         self._directory.mkdir(parents=True, exist_ok=True)
         # Not durable: after a power cut the checkpoint says what belongs here, and /var/run is memory anyway.
         write_atomic(path, wanted, durable=False, step=self._step)
@@ -147,7 +174,7 @@ class CdiStore:
     def reconcile(self, entries: Mapping[str, Entry], *, keep_orphans: bool = False) -> tuple[int, int]:
         """Make the directory match the completed entries; returns (files written, orphans removed).
 
-        Raises OSError, HardwareError.
+        Raises OSError, HardwareError: the first that happened, when everything else is done.
 
         keep_orphans: files without an entry stay, because they may belong to entries that were lost.
         """
@@ -162,4 +189,30 @@ class CdiStore:
                     self._step(f"unlink {name}")
                     path.unlink(missing_ok=True)
                     removed += 1
-        return sum(self.ensure(entry) for entry in completed), removed
+        written, failures = 0, []
+        for entry in completed:
+            try:
+                written += self.ensure(entry)
+            except (OSError, HardwareError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return written, removed
+
+
+def _serves(file: bytes, entry: Entry) -> bool:
+    """Whether a file that was written before gives the entry's devices, whichever libraries it gives besides."""
+    try:
+        there = msgspec.json.decode(file, type=_Written)
+    except (ValueError, RecursionError):
+        return False
+    bare = spec(entry)
+    shared = bare["containerEdits"]
+    visible, claim = shared["env"]
+    env, nodes = there.container_edits.env, there.container_edits.device_nodes
+    return (
+        (there.kind, there.devices) == (KIND, bare["devices"])
+        and claim in env
+        and (visible in env or _HIDDEN in env)
+        and all(node in nodes for node in shared.get("deviceNodes", ()))
+    )

@@ -7,7 +7,6 @@ NVML has no call for it.
 
 import logging
 import re
-import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -17,6 +16,7 @@ import msgspec
 from gpunode.files import write_atomic
 from gpunode.kubelet.config import Interval, Sharing, TimeSlicing
 from gpunode.kubelet.seams import Steps, no_step
+from gpunode.kubelet.tool import run_tool
 from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNodes
 
@@ -36,15 +36,7 @@ class _Note(msgspec.Struct):
 
 def run_command(command: Sequence[str]) -> None:
     """Run a driver tool. Raises HardwareError with what it printed."""
-    try:
-        done = subprocess.run(
-            list(command), capture_output=True, timeout=_TIMEOUT_S, check=False, text=True, errors="replace"
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise HardwareError(f"{command[0]}: {error}") from error
-    if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split())[:300]
-        raise HardwareError(f"{' '.join(command)} failed with status {done.returncode}: {said}")
+    run_tool(command, _TIMEOUT_S)
 
 
 class TimeSlices:

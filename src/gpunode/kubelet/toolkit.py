@@ -9,18 +9,15 @@ bring their own libraries.
 A driver that is not installed at the host's root is named with --driver-root.
 """
 
-import logging
-import subprocess
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from gpunode.kubelet.cdi import CommonEdits, Hook
+from gpunode.kubelet.tool import run_tool
 from gpunode.model.errors import HardwareError
 from gpunode.model.injection import DeviceNode, Mount
-
-logger = logging.getLogger(__name__)
 
 TOOL: Final = "nvidia-ctk"
 _TIMEOUT_S: Final = 60.0
@@ -63,21 +60,16 @@ def common_edits(command: Sequence[str] | None, driver: str = "/") -> CommonEdit
     start and only then fail, for a reason nobody sees.
     """
     if command is None:
-        logger.info("%s is not installed: containers get device nodes, not the driver's libraries", TOOL)
         return CommonEdits()
     asked = [*command, "cdi", "generate", "--format=json", *(["--driver-root", driver] if driver != "/" else [])]
-    try:
-        done = subprocess.run(asked, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise HardwareError(f"{TOOL}: {error}") from error
-    if done.returncode != 0:
-        said = " ".join(done.stderr.decode(errors="replace").split())[-300:]
-        raise HardwareError(f"{TOOL} cdi generate failed with status {done.returncode}: {said}")
-    return parse(done.stdout)
+    return parse(run_tool(asked, _TIMEOUT_S, _MAX_BYTES))
 
 
 def parse(document: bytes) -> CommonEdits:
-    """The document-wide edits of a CDI document. Raises HardwareError when it is not one, or mounts nothing."""
+    """The document-wide edits of a CDI document. Raises HardwareError when it is not one, or mounts nothing.
+
+    Nodes and mounts by path, so that a tool that lists the same in another order changes no file; hooks run in order.
+    """
     if len(document) > _MAX_BYTES:
         raise HardwareError(f"{TOOL} cdi generate printed more than {_MAX_BYTES} bytes")
     try:
@@ -88,9 +80,11 @@ def parse(document: bytes) -> CommonEdits:
         raise HardwareError(f"{TOOL} cdi generate found no driver libraries; is the driver loaded, is its root right?")
     if max(len(edits.mounts), len(edits.hooks), len(edits.env), len(edits.device_nodes)) > _MAX_ITEMS:
         raise HardwareError(f"{TOOL} cdi generate lists more than {_MAX_ITEMS} items of a kind")
+    nodes = sorted(edits.device_nodes, key=lambda node: node.path)
+    mounts = sorted(edits.mounts, key=lambda mount: mount.container_path)
     return CommonEdits(
         env=tuple((name, value) for name, _, value in (item.partition("=") for item in edits.env)),
-        nodes=tuple(DeviceNode(node.host_path or node.path, node.path) for node in edits.device_nodes),
-        mounts=tuple(Mount(m.host_path, m.container_path, m.options) for m in edits.mounts),
+        nodes=tuple(DeviceNode(node.host_path or node.path, node.path) for node in nodes),
+        mounts=tuple(Mount(m.host_path, m.container_path, m.options) for m in mounts),
         hooks=edits.hooks,
     )
