@@ -1,9 +1,40 @@
-"""Files that are replaced as a whole."""
+"""Files that are replaced as a whole, and files of another root directory."""
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+_MAX_LINKS: Final = 40  # as the kernel
+
+
+def within(root: Path, path: str) -> Path:
+    """Where a path leads for a process whose root directory is `root`: absolute links lead there, and none leads out.
+
+    Blocks on the disk. The path may not exist. Raises OSError when its links go in circles.
+    """
+    found: list[str] = []
+    rest = path.split("/")[::-1]
+    links = 0
+    while rest:
+        part = rest.pop()
+        if part == "..":
+            del found[-1:]
+        elif part not in ("", "."):
+            try:
+                target = str(root.joinpath(*found, part).readlink())
+            except OSError:  # no link, or nothing there
+                found.append(part)
+                continue
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            if target.startswith("/"):
+                found.clear()
+            rest += target.split("/")[::-1]
+    return root.joinpath(*found)
 
 
 def _no_step(_name: str) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gpunode.files import within
 from gpunode.hardware.driver import DRIVER_DIRS, LIBRARY, DriverRoot
+from gpunode.kubelet.mps.daemon import Driver as MpsDriver
 
 SOURCE = "int nvmlInitWithFlags(unsigned flags) { return 0; }\nint nvmlInit_v2(void) { return 0; }\n"
 
@@ -60,6 +62,65 @@ def test_tools_in_a_directory_that_is_no_root_run_in_the_hosts(tmp_path: Path) -
     home = "/home/kubernetes/bin/nvidia"
     expected = ["/usr/bin/env", f"LD_LIBRARY_PATH={home}/lib64", f"{home}/bin/nvidia-smi"]
     assert DriverRoot(tmp_path).command("nvidia-smi") == ["chroot", str(tmp_path), *expected]
+
+
+def link(host: Path, path: str, target: str) -> None:
+    (host / path).parent.mkdir(parents=True, exist_ok=True)
+    (host / path).symlink_to(target)
+
+
+@pytest.mark.parametrize("directory", ["", "run/nvidia/driver/"])
+def test_absolute_links_lead_to_where_they_do_on_the_host(tmp_path: Path, directory: str) -> None:
+    """Debian's packages put the driver behind /etc/alternatives."""
+    host, root = tmp_path / "host", tmp_path / "host" / directory
+    for name in (LIBRARY, "nvidia-smi", "nvidia-cuda-mps-control"):
+        put(root / "usr/lib/nvidia/current" / name)
+        link(root, f"etc/alternatives/{name}", f"/usr/lib/nvidia/current/{name}")
+    link(root, f"usr/lib/x86_64-linux-gnu/{LIBRARY}", f"/etc/alternatives/{LIBRARY}")
+    for name in ("nvidia-smi", "nvidia-cuda-mps-control"):
+        link(root, f"usr/bin/{name}", f"/etc/alternatives/{name}")
+    for needed in ("dev/shm", "tmp"):
+        (root / needed).mkdir(parents=True)
+    found = DriverRoot(host)
+    assert found.library() == root / "usr/lib/nvidia/current" / LIBRARY
+    assert found.installed() == f"/{directory}".rstrip("/") or "/"
+    assert found.command("nvidia-smi") == ["chroot", str(root).rstrip("/"), "/usr/bin/nvidia-smi"]
+    assert MpsDriver(found.directory()).find() == "/usr/bin/nvidia-cuda-mps-control"
+
+
+def test_links_never_lead_out_of_a_root(tmp_path: Path) -> None:
+    outside = put(tmp_path / "outside/secret")
+    host = tmp_path / "host"
+    put(host / "a/b/file")
+    for name, target in (
+        ("up", "../../../../outside/secret"),
+        ("away", str(outside)),
+        ("loop", "/loop"),
+        ("dir", "/a/./b/../b"),
+    ):
+        link(host, f"l/{name}" if name != "loop" else name, target)
+    assert not any(
+        within(host, path).exists() for path in ("l/up", "l/away", "../outside/secret", "loop", "none/at/all")
+    )
+    assert within(host, "/l/dir/file") == host / "a/b/file"
+    put(host / "usr/bin/nvidia-smi").unlink()
+    link(host, "usr/bin/nvidia-smi", str(outside))
+    assert DriverRoot(host).command("nvidia-smi") is None
+
+
+def test_the_container_toolkit_speaks_of_the_hosts_paths(tmp_path: Path) -> None:
+    """With the driver's directory as its root it would print paths that are elsewhere on the host."""
+    driver = tmp_path / "run/nvidia/driver"
+    put(driver / "usr/bin/nvidia-ctk")
+    put(driver / "usr/lib64" / LIBRARY)
+    (driver / "dev").mkdir()
+    expected = ["chroot", str(tmp_path), "/usr/bin/env", "LD_LIBRARY_PATH=/run/nvidia/driver/usr/lib64"]
+    for root in (DriverRoot(tmp_path), DriverRoot(tmp_path, "/run/nvidia/driver")):
+        assert root.command("nvidia-ctk", host_paths=True) == [*expected, "/run/nvidia/driver/usr/bin/nvidia-ctk"]
+    put(tmp_path / "usr/local/nvidia/toolkit/nvidia-ctk")
+    assert DriverRoot(tmp_path, "/run/nvidia/driver").command("nvidia-ctk", host_paths=True) == [
+        "chroot", str(tmp_path), "/usr/local/nvidia/toolkit/nvidia-ctk",
+    ]  # fmt: skip
 
 
 def test_the_directory_of_a_driver(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def open_machine(options: AgentOptions) -> Machine:
 
 def _real(root: DriverRoot) -> Machine:
     def libraries() -> CommonEdits:
-        return common_edits(root.command(TOOL), root.installed() or "/")
+        return common_edits(root.command(TOOL, host_paths=True), root.installed() or "/")
 
     def run(command: Sequence[str]) -> None:
         tool, *arguments = command

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 import pynvml
 
+from gpunode.files import within
 from gpunode.hardware.nvml import Nvml
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class DriverRoot:
 
     def installed(self) -> str:
         """The driver's directory on the host; "" where it is not known."""
-        return next((d for d, root in self._roots() if _library_in(root) is not None), "")
+        return next((place.directory for place in self._places() if place.library() is not None), "")
 
     def directory(self) -> Path:
         """The driver's directory as this process sees it; the host's root where the driver is not known."""
@@ -53,38 +54,73 @@ class DriverRoot:
         """The driver's NVML as this process sees it; None where the loader has to find it, or nothing is there."""
         if self.host == Path("/") and not self.driver:
             return None
-        return next((path for _, root in self._roots() if (path := _library_in(root)) is not None), None)
+        return next((path for place in self._places() if (path := place.library()) is not None), None)
 
-    def command(self, tool: str) -> list[str] | None:
+    def command(self, tool: str, *, host_paths: bool = False) -> list[str] | None:
         """How to begin the command line of a tool of the driver or the container toolkit; None where it is missing.
 
-        It runs with the root that it is installed under, so that it finds its libraries and the paths it prints are
-        the host's.
+        It runs with the root that it is installed under, so that it finds its libraries. host_paths: it takes and
+        prints paths of the host, so it runs in the host's root wherever it is installed.
         """
         if self.host == Path("/") and (found := shutil.which(tool)) is not None:
             return [found]
-        for directory, root in (*self._roots(), ("/", self.host)):
+        on_host = _Place(self.host, "/")
+        places = [on_host, *self._places()] if host_paths else [*self._places(), on_host]
+        for place in places:
             for folder in _TOOL_DIRS:
-                if (root / folder / tool).is_file():
-                    return self._enter(directory.rstrip("/"), root, f"/{folder}/{tool}")
+                if place.file(f"{folder}/{tool}") is not None:
+                    return place.enter(f"/{folder}/{tool}", host_paths=host_paths)
         return None
 
-    def _enter(self, directory: str, root: Path, tool: str) -> list[str]:
-        """GKE's directory holds the driver and nothing else, so its tools run in the host's root."""
-        if root == Path("/"):
-            return [tool]
-        if (root / "dev").is_dir():
-            return ["chroot", str(root), tool]
-        libraries = ":".join(f"{directory}/{folder}" for folder in _LIBRARY_DIRS if (root / folder).is_dir())
-        return ["chroot", str(self.host), "/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", f"{directory}{tool}"]
-
-    def _roots(self) -> Iterator[tuple[str, Path]]:
+    def _places(self) -> Iterator["_Place"]:
         for directory in (self.driver,) if self.driver else DRIVER_DIRS:
-            yield directory, self.host / directory.lstrip("/")
+            yield _Place(self.host, directory)
 
 
-def _library_in(root: Path) -> Path | None:
-    return next((path for folder in _LIBRARY_DIRS if (path := root / folder / LIBRARY).exists()), None)
+@dataclass(frozen=True)
+class _Place:
+    """A directory of the host that a driver may be installed under."""
+
+    host: Path
+    directory: str
+
+    @property
+    def root(self) -> Path:
+        """As this process sees it."""
+        return self.host / self.directory.lstrip("/")
+
+    def library(self) -> Path | None:
+        """NVML, if it is here."""
+        return next((path for folder in _LIBRARY_DIRS if (path := self.file(f"{folder}/{LIBRARY}")) is not None), None)
+
+    def file(self, path: str) -> Path | None:
+        """A file below the directory as this process sees it, which may be where absolute links of the host lead.
+
+        Debian's packages for one install the driver behind such links, /etc/alternatives.
+        """
+        try:
+            found = within(self.root, path) if self._is_root() else within(self.host, f"{self.directory}/{path}")
+            return found if found.is_file() else None
+        except OSError:  # a mount that went away, links that go in circles
+            return None
+
+    def enter(self, tool: str, *, host_paths: bool) -> list[str]:
+        """GKE's directory holds the driver and nothing else, so its tools run in the host's root."""
+        if self.root == Path("/"):
+            return [tool]
+        if self._is_root() and not (host_paths and self.directory != "/"):
+            return ["chroot", str(self.root), tool]
+        directory = self.directory.rstrip("/")
+        libraries = ":".join(f"{directory}/{folder}" for folder in _LIBRARY_DIRS if (self.root / folder).is_dir())
+        begin = [] if self.host == Path("/") else ["chroot", str(self.host)]
+        return [*begin, "/usr/bin/env", f"LD_LIBRARY_PATH={libraries}", f"{directory}{tool}"]
+
+    def _is_root(self) -> bool:
+        """Whether a process could have it as its root."""
+        try:
+            return self.directory == "/" or (self.root / "dev").is_dir()
+        except OSError:
+            return False
 
 
 class _Loaded:

@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gpunode.files import write_atomic
+from gpunode.files import within, write_atomic
 from gpunode.kubelet.mps import launch
 from gpunode.kubelet.mps.files import LOG, PIPE, DaemonState, MpsFiles, Phase, Wanted, encode, printable
 
@@ -68,8 +68,9 @@ class Driver:
                 raise ToolError(f"{self.root / needed} is no directory; name the driver's root with --driver-root")
         places = [self.tool] if self.tool.startswith("/") else [f"/{d}/{self.tool}" for d in _DIRECTORIES]
         for place in places:
-            if os.access(f"{self.root}/{place}", os.X_OK):
-                if place.startswith("/tmp/"):  # noqa: S108
+            found = within(self.root, place)
+            if os.access(found, os.X_OK):
+                if (self.root / "tmp") in found.parents:
                     raise ToolError(f"{place} is below /tmp, which is another directory for a daemon")
                 return place
         raise ToolError(f"there is no {self.tool} below {self.root}; name the driver's root with --driver-root")

@@ -110,7 +110,7 @@ class Keeper:
         problem = ""
         try:
             self.driver.find()
-        except ToolError as error:
+        except (ToolError, OSError) as error:
             problem = str(error)
         state = KeeperState(self._token, os.getpid(), problem)
         if state != self._told:
