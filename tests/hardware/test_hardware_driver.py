@@ -83,7 +83,7 @@ def test_absolute_links_lead_to_where_they_do_on_the_host(tmp_path: Path, direct
         (root / needed).mkdir(parents=True)
     found = DriverRoot(host)
     assert found.library() == root / "usr/lib/nvidia/current" / LIBRARY
-    assert found.installed() == f"/{directory}".rstrip("/") or "/"
+    assert found.installed() == (f"/{directory}".rstrip("/") or "/")
     assert found.command("nvidia-smi") == ["chroot", str(root).rstrip("/"), "/usr/bin/nvidia-smi"]
     assert MpsDriver(found.directory()).find() == "/usr/bin/nvidia-cuda-mps-control"
 
@@ -99,9 +99,12 @@ def test_links_never_lead_out_of_a_root(tmp_path: Path) -> None:
         ("dir", "/a/./b/../b"),
     ):
         link(host, f"l/{name}" if name != "loop" else name, target)
-    assert not any(
-        within(host, path).exists() for path in ("l/up", "l/away", "../outside/secret", "loop", "none/at/all")
-    )
+    for path in ("l/up", "l/away", "../outside/secret", "none/at/all"):
+        assert not within(host, path).exists()
+    with pytest.raises(OSError, match="symbolic links"):
+        within(host, "loop/x")
+    link(host, "usr/sbin/in-circles", "/loop")
+    assert DriverRoot(host).command("in-circles") is None
     assert within(host, "/l/dir/file") == host / "a/b/file"
     put(host / "usr/bin/nvidia-smi").unlink()
     link(host, "usr/bin/nvidia-smi", str(outside))

@@ -1,5 +1,7 @@
 """The agent's side of MPS: what is wanted, what is refused and why, and what is undone."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from gpunode.kubelet.checkpoint import Entry
 from gpunode.kubelet.config import Mps, TimeSlicing
 from gpunode.kubelet.errors import ClaimError, ErrorKind
 from gpunode.kubelet.guard import BlackHoleGuard
+from gpunode.kubelet.mps.control import MpsDaemons
 from gpunode.kubelet.mps.daemon import settings
 from gpunode.kubelet.mps.files import DaemonState, Phase, Wanted, read
 from gpunode.kubelet.prepare import PrepareEngine
@@ -251,6 +254,28 @@ def test_a_damaged_file_is_made_anew_when_its_devices_are_shared_again(node: Mac
     node.control().apply("u", Mps(25), {GPUS[0]: with_partitions()[GPUS[0]]})
     assert read(node.keeper.files.wanted(GPUS[0]), Wanted) is not None
     assert node.modes.set() == {"GPU-0"}
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/etc/passwd"), Path.mkdir, os.mkfifo])
+def test_what_is_no_file_hides_no_other(node: Machine, make: Callable[[Path], None]) -> None:
+    path = node.keeper.files.wanted(GPUS[5])
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises(ValueError, match="no file"):
+        read(path, Wanted)
+    control = MpsDaemons(node.keeper.files.root, node.modes)
+    assert control.active() == {GPUS[5]}
+    assert "damaged" in control.troubles()[GPUS[5]]
+    control.confirm([GPUS[0]])
+
+
+def test_who_only_looks_at_a_gpu_keeps_no_claim_from_sharing_it(node: Machine) -> None:
+    """Found by the state machine: after damage both were brought back, in the other order both were refused."""
+    looking = claim(1, result(GPUS[0], adminAccess=True))
+    sharing = claim(2, result(GPUS[0], shareID="s1"), config=MPS)
+    for one in (looking, sharing, looking):
+        assert isinstance(prepare(node, one), Entry)
+    node.check()
 
 
 def test_a_damaged_file_that_no_claim_owns_is_told(node: Machine) -> None:

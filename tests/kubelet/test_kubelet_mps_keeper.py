@@ -21,7 +21,7 @@ from gpunode.hardware.fake.tools import write_tools
 from gpunode.kubelet.config import Mps
 from gpunode.kubelet.mps import launch
 from gpunode.kubelet.mps.control import MpsDaemons
-from gpunode.kubelet.mps.daemon import Driver, Times, ToolError
+from gpunode.kubelet.mps.daemon import Daemon, Driver, Times, ToolError
 from gpunode.kubelet.mps.files import DaemonState, MpsFiles, Phase, Wanted, encode, read
 from gpunode.kubelet.mps.keeper import Keeper
 from gpunode.model.errors import HardwareError, NotOfferedError
@@ -326,6 +326,27 @@ def test_what_containers_leave_in_the_pipes_directory_hurts_nobody(place: Place,
     place.files.wanted("gpu-0").unlink()
     until(lambda: not place.files.daemon("gpu-0").exists(), "its directory to be gone")
     assert victim.read_text() == "untouched" and place.mounts() == []
+
+
+def test_a_daemon_that_cannot_have_a_thread_ends_no_other(
+    place: Place, quick: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.want("gpu-0")
+    first = place.ready("gpu-0")
+    tries: list[str] = []
+    start = Daemon.start
+
+    def no_thread(daemon: Daemon) -> None:
+        tries.append(daemon.wanted.name)
+        if len(tries) < 3:
+            raise RuntimeError("can't start new thread")
+        start(daemon)
+
+    monkeypatch.setattr(Daemon, "start", no_thread)
+    place.want("gpu-1")
+    place.ready("gpu-1")
+    assert tries == ["gpu-1"] * 3
+    assert runs(first.pid) and place.state("gpu-0").pid == first.pid
 
 
 def test_an_endless_answer_is_cut(place: Place, quick: Keeper) -> None:

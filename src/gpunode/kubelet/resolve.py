@@ -127,9 +127,9 @@ def conflict(entry: Entry, others: Iterable[Entry]) -> ClaimError | None:
     for other in others:
         if other.uid == entry.uid or other.boot_id != entry.boot_id:
             continue
-        for held in other.devices:
+        for held in (d for d in other.devices if not d.admin):
             for mine in wanted:
-                if not held.admin and (why := _clash(mine, held)):
+                if why := _clash(mine, held):
                     return ClaimError(
                         ErrorKind.HELD,
                         f"claim {entry.key}: device {mine.device} {why} claim {other.key} (UID {other.uid}) on this "

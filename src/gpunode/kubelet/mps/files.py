@@ -15,9 +15,11 @@ A keeper may be older than its agent, as only a person restarts it. It skips fie
 it started a daemon for; the agent takes no daemon for ready that was started for anything else than it wants.
 """
 
+import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -182,11 +184,21 @@ def encode(value: msgspec.Struct) -> bytes:
 
 
 def read(path: Path, type_: type[T]) -> T | None:
-    """Content of a file; None when it is not there. Raises ValueError when it is none of ours, OSError."""
+    """Content of a file; None when it is not there. Raises ValueError when it is none of ours, OSError.
+
+    A link or a directory is none of ours: one in the way of one file must not hide the others.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise ValueError("it is no file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError("it is no file")
     with os.fdopen(fd, "rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:

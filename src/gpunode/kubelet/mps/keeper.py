@@ -50,7 +50,7 @@ class Keeper:
                 while not self.stop.is_set():
                     try:
                         self.look()
-                    except OSError as error:
+                    except (OSError, RuntimeError) as error:  # also a thread that cannot be started
                         logger.error("cannot compare what is wanted with what runs, will retry: %s", error)
                     self.stop.wait(self.look_s)
             finally:
@@ -73,8 +73,9 @@ class Keeper:
                 daemon.stop(remove=True)
         for name, one in wanted.items():
             if name not in self._daemons and not one.stop:
-                self._daemons[name] = Daemon(self.files, one, self.driver, self._token, self.times)
-                self._daemons[name].start()
+                daemon = Daemon(self.files, one, self.driver, self._token, self.times)
+                daemon.start()
+                self._daemons[name] = daemon
         for name in self.files.names_kept():
             if name not in self._daemons and name not in self._damaged:
                 remove(self.files.daemon(name))
