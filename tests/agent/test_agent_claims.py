@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpunode.agent import claim_status
 from gpunode.agent.claim_status import ClaimStatuses
 from gpunode.agent.claims import LiveClaims, Lookout
 from gpunode.kube.errors import ApiError, UnreachableError
@@ -248,6 +249,69 @@ async def test_of_two_agents_only_the_one_in_charge_writes() -> None:
     charge = True
     assert await one.write()
     assert len(api.patches) == 1
+
+
+async def test_what_another_agent_wrote_meanwhile_is_put_right() -> None:
+    """A rollout that is taken back: the newer agent, which sees more as a fault, leaves; nothing changed for us."""
+    api, charge = FakeApi("a", "b"), True
+    old = ClaimStatuses(api, DRIVER, "n", lambda: charge)  # type: ignore[arg-type]
+    old.update(entries(entry("a", "g0")), {"g0": HEALTHY})
+    assert await old.write()
+    ours = api.devices("a")
+    charge = False
+    new = statuses(api)
+    new.update(entries(entry("a", "g0"), entry("b", "g1")), {"g0": SICK})
+    assert await new.write()
+    assert api.devices("a") != ours
+    charge = True  # and claim b was released, and the newer agent killed, before it took back what it had written
+    old.forget()
+    assert await old.write()
+    healthy = [c["status"] for d in api.devices("a")[1:] for c in d["conditions"] if c["type"] == "Healthy"]
+    assert healthy == ["True"]
+    assert api.devices("b") == [FOREIGN]
+
+
+async def test_a_write_that_lost_a_race_is_tried_again() -> None:
+    api = FakeApi("a")
+    one = statuses(api)
+    one.update(entries(entry("a", "g0")))
+    patch = api.patch
+
+    async def raced(path: str, *_: Any) -> bytes:
+        raise ApiError("PATCH", path, 409, "Conflict", "the object has been modified")
+
+    api.patch = raced  # type: ignore[method-assign]
+    assert not await one.write()
+    api.patch = patch  # type: ignore[method-assign]
+    assert await one.write()
+    assert len(api.devices("a")) == 2
+
+
+async def test_a_claim_that_is_refused_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_status, "_PASS_S", 0.01)
+    monkeypatch.setattr(claim_status, "_BACKOFF_S", (30.0,))
+    api = FakeApi("a", "b")
+    patch, tries = api.patch, 0
+
+    async def refusing(path: str, *more: Any) -> bytes:
+        nonlocal tries
+        if "/a/" not in path:
+            return await patch(path, *more)
+        tries += 1
+        raise ApiError("PATCH", path, 422, "Invalid", "must be an allocated device in the claim")
+
+    api.patch = refusing  # type: ignore[method-assign]
+    one = statuses(api)
+    one.update(entries(entry("a", "g0"), entry("b", "g1")))
+    task = asyncio.create_task(one.run())
+    for health, count in ((HEALTHY, 1), (SICK, 2), (HEALTHY, 3)):
+        one.update(health={"g1": health})
+        async with asyncio.timeout(5):
+            while len(api.patches) < count:
+                await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert tries == 1, "before its time"
 
 
 async def test_statuses_follow_updates_while_running() -> None:

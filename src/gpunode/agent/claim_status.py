@@ -4,12 +4,13 @@ Server-side apply, because a claim may have devices of several drivers, each the
 part of what is applied, so a claim that was deleted and made again under the same name is refused and left alone.
 
 Entries of claims that are released are taken back: such a claim may stay allocated for a pod that is still to come.
-What an agent that was killed left behind is found by one listing of the claims at the start of the next.
+What an agent that was killed left behind is found by one listing of the claims when another begins to write.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ FIELD_MANAGER: Final = "gpunode-agent"
 _AT_ONCE: Final = 4
 # Between two passes: what changes more often is written once, so a flapping device costs one write a second and claim.
 _PASS_S: Final = 1.0
+_LOOK: Final = "the listing of claims"
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 60.0)
 
 Statuses = list[dict[str, Any]]
@@ -84,6 +86,7 @@ class ClaimStatuses:
         self._released: dict[str, _Ref] = {}
         self._health: Mapping[str, DeviceReport] = {}
         self._told: dict[str, Statuses] = {}
+        self._failed: set[str] = set()  # claims at the last pass, by UID
         self._wake = asyncio.Event()
 
     def update(self, entries: Entries | None = None, health: Mapping[str, DeviceReport] | None = None) -> None:
@@ -98,24 +101,41 @@ class ClaimStatuses:
         self._told = {uid: told for uid, told in self._told.items() if uid in self._entries}
         self._wake.set()
 
-    async def run(self) -> None:
-        """Write until cancelled. Refusals are logged and tried again at growing intervals, never raised."""
-        failures = 0
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if await self.write():
-                failures = 0
-                await asyncio.sleep(_PASS_S)
-                continue
-            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
-            failures += 1
-            self._wake.set()
+    def forget(self) -> None:
+        """Another agent came or left: what the claims say is what it wrote last, and what it left behind is unknown."""
+        self._told = {}
+        self._looked = False
+        self._wake.set()
 
-    async def write(self) -> bool:
-        """One pass over all claims; False when some could not be written and should be tried again."""
+    async def run(self) -> None:
+        """Write until cancelled. Refusals are logged and tried again at growing intervals, never raised.
+
+        What was refused keeps nothing else waiting.
+        """
+        loop = asyncio.get_running_loop()
+        failures, retry_at = 0, 0.0
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(retry_at if failures else None):
+                    await self._wake.wait()
+            self._wake.clear()
+            again = not failures or loop.time() >= retry_at
+            if await self.write(again=again):
+                failures = 0
+            elif again:
+                retry_at = loop.time() + _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+                failures += 1
+            await asyncio.sleep(_PASS_S)
+
+    async def write(self, *, again: bool = True) -> bool:
+        """One pass over all claims; False when some could not be written and should be tried again.
+
+        again: also over those that could not be written at the last pass.
+        """
         if not self._in_charge() or not self._known:
             return True
+        if again:
+            self._failed.clear()
         found = await self._look()
         limit = asyncio.Semaphore(_AT_ONCE)
 
@@ -123,16 +143,24 @@ class ClaimStatuses:
             content = device_statuses(entry, self._driver, self._health, "")
             if self._told.get(entry.uid) == content:
                 return True
+            if entry.uid in self._failed:
+                return False
             async with limit:
                 written = await self._write(entry)
             if written:
                 self._told[entry.uid] = content
+            else:
+                self._failed.add(entry.uid)
             return written
 
         async def released(ref: _Ref) -> bool:
+            if ref.uid in self._failed:
+                return False
             async with limit:
                 taken = await self._take_back(ref)
-            if taken:
+            if not taken:
+                self._failed.add(ref.uid)
+            else:
                 self._told.pop(ref.uid, None)
                 if self._released.get(ref.uid) is ref:
                     del self._released[ref.uid]
@@ -142,15 +170,17 @@ class ClaimStatuses:
         return all([found, *await asyncio.gather(*held, *(released(ref) for ref in self._released.values()))])
 
     async def _look(self) -> bool:
-        """Once: which claims an agent before us described and never took that back. False when that is not known."""
-        if self._looked:
-            return True
+        """Once: which claims another agent described and never took that back. False when that is not known."""
+        if self._looked or _LOOK in self._failed:
+            return self._looked
+        self._looked = True  # `forget` may come meanwhile
         try:
             claims, _ = await self._api.list(CLAIMS.path(), _Claim)
         except (ApiError, UnreachableError, msgspec.MsgspecError) as error:
             logger.warning("claims that were released while no agent was here are not known yet: %s", error)
+            self._looked = False
+            self._failed.add(_LOOK)
             return False
-        self._looked = True
         for claim in claims:
             meta = claim.metadata
             if meta.uid not in self._entries and self._here(claim):
@@ -189,16 +219,20 @@ class ClaimStatuses:
     async def _write(self, entry: Entry) -> bool:
         path = CLAIMS.path(entry.namespace, entry.name)
         try:
-            now = (await self._api.get(path, _Claim)).status.devices
+            claim = await self._api.get(path, _Claim)
+            if claim.metadata.uid != entry.uid:
+                return True  # another claim by now: it is not ours to describe
+            now = claim.status.devices
             wanted = device_statuses(
                 entry, self._driver, self._health, self._now(), condition_times(_mine(now, self._driver))
             )
             if _mine(now, self._driver) != wanted:
                 await self._apply(entry, _body(entry, wanted))
         except ApiError as error:
-            if error.raced:
-                return True  # gone, or another claim by now: it is not ours to describe
-            logger.warning("status of claim %s not written: %s", entry.key, error)
+            if error.not_found:
+                return True
+            level = logging.INFO if error.raced else logging.WARNING
+            logger.log(level, "status of claim %s not written, will retry: %s", entry.key, error)
             return False
         except (UnreachableError, msgspec.MsgspecError) as error:
             logger.info("status of claim %s not written, will retry: %s", entry.key, error)

@@ -234,6 +234,7 @@ class NodeAgent:
 
     def _on_succession(self) -> None:
         """Another agent came or left: what it did meanwhile is news to us."""
+        self._statuses.forget()
         self._publisher.poke()
         self._lookout.wake()
 
