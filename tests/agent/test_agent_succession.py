@@ -9,6 +9,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -16,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 from typer.testing import CliRunner
 
 from gpunode.agent import succession
+from gpunode.agent.node import NodeAgent
 from gpunode.agent.options import AgentOptions
 from gpunode.agent.succession import Succession
 from gpunode.cli import agent as cli
@@ -98,6 +101,44 @@ async def test_only_the_newest_sweeps(tmp_path: Path) -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert killed.exists() is there
+
+
+async def test_a_directory_that_goes_while_it_is_read_ends_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    sockets = KubeletPaths.registration_sockets
+
+    def gone(paths: KubeletPaths, driver: str) -> list[Path]:
+        looks.append(driver)
+        if len(looks) == 1:
+            raise FileNotFoundError(2, "No such file or directory")
+        return sockets(paths, driver)
+
+    monkeypatch.setattr(KubeletPaths, "registration_sockets", gone)
+    task = asyncio.create_task(Succession(KubeletPaths(tmp_path), DRIVER, "a", lambda: None, every_s=0.01).run())
+    await asyncio.sleep(0.1)
+    assert not task.done() and len(looks) > 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("published", "superseded", "missing"), [
+    (False, False, "slices and the kubelet"), (False, True, "the kubelet"), (True, False, "the kubelet"),
+])  # fmt: skip
+def test_an_agent_that_another_publishes_for_is_ready_without_slices(
+    published: bool, superseded: bool, missing: str
+) -> None:
+    """Or, after a step of the clock, a rolling update would wait for ever for the newer one."""
+    event = asyncio.Event()
+    if published:
+        event.set()
+    agent: Any = SimpleNamespace(
+        _publisher=SimpleNamespace(published=event),
+        _succession=SimpleNamespace(superseded=superseded),
+        _plugin=SimpleNamespace(registered=asyncio.Event()),
+    )
+    assert NodeAgent._missing(agent) == missing
 
 
 def test_sockets_made_in_one_tick_of_the_clock_have_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,8 +207,11 @@ class NodeAgent:
 
     def _missing(self) -> str:
         """What keeps this agent from being ready, for the probe that a rolling update waits for."""
-        parts = {"slices": self._publisher.published, "the kubelet": self._plugin.registered}
-        return " and ".join(name for name, event in parts.items() if not event.is_set())
+        # Where another agent publishes there is nothing to wait for: it may be the older of the two that does, after a
+        # step of the clock, and a rolling update would wait for this one to be ready before it ends that one.
+        published = self._publisher.published.is_set() or self._succession.superseded
+        parts = {"slices": published, "the kubelet": self._plugin.registered.is_set()}
+        return " and ".join(name for name, there in parts.items() if not there)
 
     def _plan(self, existing: Sequence[ResourceSlice]) -> tuple[ResourceSlice, ...] | None:
         if self._succession.superseded:

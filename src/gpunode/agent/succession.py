@@ -39,9 +39,12 @@ class Succession:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            self.look()
-            if not self.superseded:
-                await asyncio.to_thread(self.sweep)
+            try:
+                self.look()
+                if not self.superseded:
+                    await asyncio.to_thread(self.sweep)
+            except OSError as error:  # a directory that goes while it is read
+                logger.info("other agents of this node not looked for, will retry: %s", error)
             await asyncio.sleep(self._every_s)
 
     def look(self) -> None:

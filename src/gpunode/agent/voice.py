@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any, Final, Literal
 
 from gpunode.health.state import Transition
 from gpunode.kube.events import ObjectRef, Recorder
@@ -11,6 +12,8 @@ from gpunode.kubelet.seams import Notice
 from gpunode.model.health import Level
 
 logger = logging.getLogger(__name__)
+# Of what is not written yet; more is only logged. An API server that does not answer for hours must cost no memory.
+_MAX_WAITING: Final = 1024
 
 
 class Voice:
@@ -36,11 +39,23 @@ class Voice:
     def notice(self, notice: Notice) -> None:
         """From any thread: an Event on the claim it is about, else on the node."""
         logger.warning("%s: %s", notice.reason, notice.message)
-        self._loop.call_soon_threadsafe(lambda: self.later(self._tell(notice)))
+        with suppress(RuntimeError):  # the agent has ended, and a thread of it has not
+            self._loop.call_soon_threadsafe(self._soon, notice)
 
     def health(self, transitions: Sequence[Transition]) -> None:
         """What happened to devices, as Events of the node, in the order in which it happened."""
-        self.later(self._report(transitions))
+        if self._has_room(f"{len(transitions)} transitions"):
+            self.later(self._report(transitions))
+
+    def _soon(self, notice: Notice) -> None:
+        if self._has_room(notice.reason):
+            self.later(self._tell(notice))
+
+    def _has_room(self, what: str) -> bool:
+        if len(self._tasks) < _MAX_WAITING:
+            return True
+        logger.warning("%s: no Event, for %d others are still to be written", what, len(self._tasks))
+        return False
 
     async def _tell(self, notice: Notice) -> None:
         about = self._about
