@@ -1,6 +1,7 @@
 """The agent's side of MPS: what is wanted, what is refused and why, and what is undone."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,41 @@ def test_shares_of_a_gpu_have_one_daemon_which_the_last_of_them_ends(node: Machi
     assert unprepare(node, first) is None
     assert set(node.check()) == {second.metadata.uid}
     assert unprepare(node, second) is None
+    assert node.check() == {}
+
+
+def test_a_keeper_that_hangs_is_not_waited_for_by_each_claim(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node lock is held meanwhile, and a call of the kubelet ends after 45 s."""
+    claims = [claim(n, GPUS[n], config=MPS) for n in range(6)]
+    running, asked = claims[:4], claims[4:]
+    ledger = node.ledger()
+    for one in running:
+        ledger.prepare([(ref(one), one)], tolerate_loss=True)
+    turn = node.keeper.turn
+    looks: list[str] = []
+    hung = True
+
+    def keep(_seconds: float = 0.0) -> None:
+        if hung:
+            looks.append("")
+            time.sleep(0.02)
+        else:
+            turn()
+
+    monkeypatch.setattr(node.keeper, "turn", keep)
+    ledger = node.ledger()
+    for answer in ledger.unprepare([ref(one) for one in running])[0].values():
+        refused(answer, ErrorKind.HARDWARE, "has not stopped")
+    for answer in ledger.prepare([(ref(one), one) for one in asked], tolerate_loss=True)[0].values():
+        refused(answer, ErrorKind.CONFIG, "keeper of this node does nothing")
+    for _ in range(3):
+        ledger.repair()
+    assert 10 <= len(looks) <= 25, "two daemons are waited for, 0.2 s each"
+    hung = False
+    time.sleep(1.0)
+    for one in asked:  # the kubelet tries again
+        assert isinstance(ledger.prepare([(ref(one), one)], tolerate_loss=True)[0][one.metadata.uid], Entry)
+    ledger.unprepare([ref(one) for one in claims])
     assert node.check() == {}
 
 

@@ -26,17 +26,23 @@ _MISSING: Final = (
     "no MPS keeper runs on this node, so nothing would keep the control daemon: "
     "install daemonset/mps, or start `gpunode mps-keeper`"
 )
+_NOT_STARTED: Final = "the MPS daemon is about to start"
 _MAX_MEMORY: Final = 1 << 50
 _OPTIONS: Final = ("rw", "nosuid", "nodev", "noexec", "bind")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds to wait for a daemon to be ready and to be stopped, and between two looks."""
+    """Seconds to wait for a daemon to be ready and to be stopped, and between two looks.
+
+    hung: how long a keeper that did nothing in that time is not waited for again. The node lock is held meanwhile, and
+    the node's other claims shall not wait for it once for each claim.
+    """
 
     ready: float = 5.0
     stopped: float = 8.0
     look: float = 0.02
+    hung: float = 30.0
 
 
 class MpsDaemons:
@@ -55,6 +61,8 @@ class MpsDaemons:
         self._step = step
         self._patience = patience
         self._sleep = sleep
+        self._hung_until = 0.0
+        self._late: dict[str, float] = {}  # daemons that were not stopped in time, and until when that counts
 
     def refuses(self, wanted: Mapping[Sharing, Mapping[str, DeviceNodes]]) -> str:
         """Why this cannot be applied here, or ""."""
@@ -161,7 +169,7 @@ class MpsDaemons:
         if problem:
             return problem, NotOfferedError
         if state is None or state.keeper != token or state.wanted not in (wanted, None):
-            return "the MPS daemon is about to start", None
+            return _NOT_STARTED, None
         if state.phase is Phase.READY:
             return "", None
         words = f"the MPS daemon is {state.phase}" if state.phase is not Phase.FAILED else "the MPS daemon failed"
@@ -181,15 +189,27 @@ class MpsDaemons:
         return f"the MPS daemon ended and was started again ({state.restarts}): processes that used it start anew"
 
     def _wait_ready(self, wanted: Wanted) -> None:
-        deadline = time.monotonic() + self._patience.ready
+        """Raises HardwareError; NotOfferedError where it is the keeper that does nothing."""
+        deadline = self._deadline(self._patience.ready)
         while True:
             self._step(f"look at the daemon of {wanted.name}")
             why, kind = self._unready(wanted)
+            if why != _NOT_STARTED:
+                self._hung_until = 0.0
             if not why:
                 return
-            if kind is not None or time.monotonic() > deadline:
-                raise (kind or HardwareError)(why)
+            if kind is None and time.monotonic() >= deadline:
+                if why == _NOT_STARTED:
+                    self._hung_until = time.monotonic() + self._patience.hung
+                    raise NotOfferedError(f"{why}, but the MPS keeper of this node does nothing; its log may say why")
+                kind = HardwareError
+            if kind is not None:
+                raise kind(why)
             self._sleep(self._patience.look)
+
+    def _deadline(self, patience_s: float) -> float:
+        now = time.monotonic()
+        return now if now < self._hung_until else now + patience_s
 
     def _all(self) -> dict[str, Wanted | None]:
         try:
@@ -228,12 +248,26 @@ class MpsDaemons:
 
     def _wait_stopped(self, name: str) -> None:
         """Without a keeper no daemon lives. Raises OSError, InUseError."""
-        deadline = time.monotonic() + self._patience.stopped
+        late = time.monotonic() < self._late.get(name, 0.0)
+        deadline = self._deadline(0.0 if late else self._patience.stopped)
+        there = self._files.daemon(name).exists()
         while self._files.daemon(name).exists() and self._keeper()[1] != _MISSING:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
+                self._mark_late(name)
                 raise InUseError(f"the MPS keeper has not stopped the daemon of {name} yet; its log says why")
             self._step(f"look at the stopping daemon of {name}")
             self._sleep(self._patience.look)
+        self._late.pop(name, None)
+        if there:
+            self._hung_until = 0.0
+
+    def _mark_late(self, name: str) -> None:
+        """One that cannot be stopped may be the daemon's fault, two at a time are the keeper's."""
+        now = time.monotonic()
+        self._late = {other: until for other, until in self._late.items() if until > now}
+        self._late.setdefault(name, now + self._patience.hung)
+        if len(self._late) > 1:
+            self._hung_until = max(self._late.values())
 
     def _clear_damaged(self, name: str, devices: Mapping[str, DeviceNodes]) -> None:
         """A file that says nothing is set aside. devices: those known to be of it, so that their mode can be set."""
