@@ -344,6 +344,17 @@ def test_a_stray_that_cannot_be_removed_is_told(node: Machine) -> None:
     assert [n.reason for n in node.notices] == ["HardwareUnrepaired"] and "In use" in node.notices[0].message
 
 
+def test_a_stray_that_cannot_be_removed_keeps_no_other(node: Machine) -> None:
+    for name in PARTITIONS:
+        (node.partitioner.directory / f"{name}.gi").touch()
+    for name in GPUS[:2]:
+        (node.sharing.directory / name).touch()
+    node.partitioner.in_use.add(min(PARTITIONS))
+    node.sharing.broken.add(GPUS[0])
+    assert node.ledger().repair()[0].strays_removed == (GPUS[1], max(PARTITIONS))
+    assert [n.reason for n in node.notices] == ["HardwareUnrepaired"]
+
+
 async def test_a_rebuild_that_hardware_refuses_is_tried_again(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     one = claim(1, PARTITIONS[0])
 

@@ -115,19 +115,30 @@ class Effects:
     def remove_strays(self, entries: Iterable[Entry]) -> Iterator[str]:
         """Undo, one by one, what no entry owns: half-made partitions, or what a lost entry left; yields device names.
 
-        Raises HardwareError.
+        Raises HardwareError: the first that happened, when everything else is done.
         """
+        failures: list[HardwareError] = []
         owned = [d for entry in entries for d in entry.devices if not d.admin]
         if self.sharing is not None:
             for device in sorted(self.sharing.active() - {d.device for d in owned if d.sharing is not None}):
                 self.step(f"clear sharing of {device}")
-                self.sharing.clear(device)
+                try:
+                    self.sharing.clear(device)
+                except HardwareError as error:
+                    failures.append(error)
+                    continue
                 yield device
         if self.partitioner is not None:
             for device in sorted(self.partitioner.existing() - {d.device for d in owned}):
                 self.step(f"remove stray {device}")
-                self.partitioner.remove(device)
+                try:
+                    self.partitioner.remove(device)
+                except HardwareError as error:
+                    failures.append(error)
+                    continue
                 yield device
+        if failures:
+            raise failures[0]
 
 
 def _by_sharing(entry: Entry, nodes: Mapping[str, DeviceNodes]) -> dict[Sharing, dict[str, DeviceNodes]]:
