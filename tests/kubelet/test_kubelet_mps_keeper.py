@@ -328,6 +328,29 @@ def test_what_containers_leave_in_the_pipes_directory_hurts_nobody(place: Place,
     assert victim.read_text() == "untouched" and place.mounts() == []
 
 
+def test_links_in_place_of_its_directories_lead_the_keeper_nowhere(place: Place) -> None:
+    victim, other = place.base / "victim", place.base / "other"
+    for path in (victim / "tmp", other):
+        path.mkdir(parents=True)
+    launch.mount_tmpfs(str(victim / "tmp"), "size=1m")
+    (victim / "tmp/file").touch()
+    kept = place.files.daemons_dir
+    for name in ("gpu-1", "gpu-2"):
+        (kept / name).mkdir(parents=True)
+    for link, target in (("gpu-0", victim), ("gpu-1/tmp", victim / "tmp"), ("gpu-2/tmp", other), ("gpu-3", other)):
+        (kept / link).symlink_to(target)
+    for name in ("gpu-2", "gpu-3"):
+        place.want(name)
+    place.start()
+    for name in ("gpu-2", "gpu-3"):
+        place.ready(name)
+    until(lambda: sorted(path.name for path in kept.iterdir()) == ["gpu-2", "gpu-3"], "what nobody wants to be gone")
+    assert (victim / "tmp/file").exists(), "it was unmounted"
+    assert list(other.iterdir()) == []
+    ours = {str(kept / name / part) for name in ("gpu-2", "gpu-3") for part in ("tmp", "shm")}
+    assert set(place.mounts()) == {str(victim / "tmp"), *ours}
+
+
 def test_a_daemon_that_cannot_have_a_thread_ends_no_other(
     place: Place, quick: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

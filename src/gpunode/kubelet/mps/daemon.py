@@ -135,6 +135,7 @@ class Daemon:
 
     def _once(self) -> None:
         """From start to end. Raises ToolError, OSError saying why it ended; returns when it was stopped."""
+        _no_link(self._directory)
         self._say(Phase.STARTING)
         output = self._prepare()
         with output.open("wb") as log:
@@ -263,6 +264,7 @@ class Daemon:
         """The directories, the same ones over restarts, as containers have them mounted; returns where output goes."""
         for name, options in (("tmp", _TMP_OPTIONS), ("shm", _SHM_OPTIONS)):
             path = self._directory / name
+            _no_link(path)
             path.mkdir(parents=True, exist_ok=True)
             if not path.is_mount():
                 launch.mount_tmpfs(str(path), options)
@@ -334,7 +336,10 @@ def settings(wanted: Wanted) -> list[str]:
 def remove(directory: Path) -> None:
     """A daemon's directory with its mounts; what cannot be removed is tried again by the keeper's next look."""
     try:
+        if _no_link(directory):
+            return
         for name in ("tmp", "shm"):
+            _no_link(directory / name)
             while (path := directory / name).is_mount():
                 launch.unmount(str(path))
         shutil.rmtree(directory)
@@ -342,3 +347,15 @@ def remove(directory: Path) -> None:
         return
     except (OSError, RecursionError) as error:
         logger.error("%s cannot be removed: %s", directory, error)
+
+
+def _no_link(path: Path) -> bool:
+    """Remove a link in place of a directory of ours: what it leads to is not ours to mount or to unmount.
+
+    Returns whether there was one. Raises OSError.
+    """
+    if not path.is_symlink():
+        return False
+    logger.error("%s was a link; it is removed", path)
+    path.unlink(missing_ok=True)
+    return True

@@ -14,7 +14,7 @@ import sys
 # linux/sched.h, linux/mount.h, linux/prctl.h
 _CLONE_NEWNS = 0x20000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 4096, 16384, 1 << 19
-_MNT_DETACH = 2
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -26,8 +26,8 @@ def mount_tmpfs(path: str, options: str) -> None:
 
 
 def unmount(path: str) -> None:
-    """Take a mount away; who uses it keeps it. Raises OSError."""
-    _check(_LIBC.umount2(os.fsencode(path), _MNT_DETACH), path)
+    """Take a mount away, never the one that a link leads to; who uses it keeps it. Raises OSError."""
+    _check(_LIBC.umount2(os.fsencode(path), _MNT_DETACH | _UMOUNT_NOFOLLOW), path)
 
 
 def _bind(source: str, target: str) -> None:
