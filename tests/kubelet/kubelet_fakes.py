@@ -302,7 +302,7 @@ class Machine:
         self.sharing.step = step
         if not self.mps:
             return self.sharing
-        patience = Patience(ready=0.2, stopped=0.2, hung=1.0)
+        patience = Patience(ready=0.2, stopped=0.2, probe=0.02)
         return Strategies(
             self.sharing, MpsDaemons(self.keeper.files.root, self.modes, step, patience, self.keeper.turn)
         )

@@ -147,9 +147,8 @@ def test_a_keeper_that_hangs_is_not_waited_for_by_each_claim(node: Machine, monk
         refused(answer, ErrorKind.CONFIG, "keeper of this node does nothing")
     for _ in range(3):
         ledger.repair()
-    assert 10 <= len(looks) <= 25, "two daemons are waited for, 0.2 s each"
+    assert 10 <= len(looks) <= 45, "two daemons are waited for, 0.2 s each, and the others once or twice"
     hung = False
-    time.sleep(1.0)
     for one in asked:  # the kubelet tries again
         assert isinstance(ledger.prepare([(ref(one), one)], tolerate_loss=True)[0][one.metadata.uid], Entry)
     ledger.unprepare([ref(one) for one in claims])

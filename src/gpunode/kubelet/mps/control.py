@@ -35,14 +35,15 @@ _OPTIONS: Final = ("rw", "nosuid", "nodev", "noexec", "bind")
 class Patience:
     """Seconds to wait for a daemon to be ready and to be stopped, and between two looks.
 
-    hung: how long a keeper that did nothing in that time is not waited for again. The node lock is held meanwhile, and
-    the node's other claims shall not wait for it once for each claim.
+    hung: how long a keeper that did nothing in that time is waited for no longer than probe, in which one that works
+    does something. The node lock is held meanwhile, and the node's other claims shall not wait for it once for each.
     """
 
     ready: float = 5.0
     stopped: float = 8.0
     look: float = 0.02
     hung: float = 30.0
+    probe: float = 0.5
 
 
 class MpsDaemons:
@@ -194,8 +195,9 @@ class MpsDaemons:
         while True:
             self._step(f"look at the daemon of {wanted.name}")
             why, kind = self._unready(wanted)
-            if why != _NOT_STARTED:
+            if why != _NOT_STARTED and self._hung_until:
                 self._hung_until = 0.0
+                deadline = self._deadline(self._patience.ready)
             if not why:
                 return
             if kind is None and time.monotonic() >= deadline:
@@ -209,7 +211,7 @@ class MpsDaemons:
 
     def _deadline(self, patience_s: float) -> float:
         now = time.monotonic()
-        return now if now < self._hung_until else now + patience_s
+        return now + (min(patience_s, self._patience.probe) if now < self._hung_until else patience_s)
 
     def _all(self) -> dict[str, Wanted | None]:
         try:
@@ -249,7 +251,7 @@ class MpsDaemons:
     def _wait_stopped(self, name: str) -> None:
         """Without a keeper no daemon lives. Raises OSError, InUseError."""
         late = time.monotonic() < self._late.get(name, 0.0)
-        deadline = self._deadline(0.0 if late else self._patience.stopped)
+        deadline = self._deadline(self._patience.probe if late else self._patience.stopped)
         there = self._files.daemon(name).exists()
         while self._files.daemon(name).exists() and self._keeper()[1] != _MISSING:
             if time.monotonic() >= deadline:
