@@ -119,8 +119,16 @@ spec:
 def test_lint_names_the_object_and_the_field(app: typer.Typer, tmp_path: Path) -> None:
     file = tmp_path / "claim.yaml"
     file.write_text(CLAIM % "None")
-    assert "1 objects, all in order" in run(app, "claim", "lint", str(file))
+    assert "1 object, all in order" in run(app, "claim", "lint", str(file))
     told = run(app, "claim", "lint", "-", text=CLAIM % "Mps", code=1)
     assert "ResourceClaim one: spec.devices.config[0].opaque.parameters.sharing.strategy: " in told
     assert "cannot be read" in run(app, "claim", "lint", str(tmp_path / "none.yaml"), code=2)
     assert "cannot be read" in run(app, "claim", "lint", "-", text="a: [", code=2)
+
+
+def test_lint_that_checks_nothing_says_so(app: typer.Typer, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("kind: Job\n---\nkind: PodGroup\n---\n[]\n")
+    assert "there is no claim, claim template or device class in it" in run(app, "claim", "lint", str(file), code=1)
+    file.write_text("kind: Job\n---\n" + CLAIM % "MPS")
+    assert "1 object, all in order" in run(app, "claim", "lint", str(file))

@@ -89,3 +89,13 @@ def test_a_machine_without_a_driver_says_what_to_do(app: typer.Typer, monkeypatc
     told = run(app, "devices", code=1)
     assert "is the NVIDIA driver loaded?" in told
     assert "--profile" in told
+
+
+def test_tables_have_headings_as_kubectl_has() -> None:
+    for arguments in (("devices",), ("slices",), ("fake", "list")):
+        profile = () if arguments[0] == "fake" else ("--profile", "l4")
+        made = typer.Typer()
+        devices.register(made)
+        lines = run(made, *arguments, *profile).splitlines()
+        heading = next(line for line in lines if re.match(r"(DEVICE|SLICE|PROFILE) ", line))
+        assert heading == heading.upper()

@@ -56,7 +56,7 @@ def test_help_without_arguments() -> None:
     ("words", "offered"),
     [
         ("gpunode clu", {"cluster"}),
-        ("gpunode cluster ", {"build", "up", "status", "kubeconfig", "down"}),
+        ("gpunode cluster ", {"build", "up", "install", "status", "kubeconfig", "down"}),
         ("gpunode faults in", {"inject"}),
         ("gpunode devices --outp", {"--output"}),
         ("gpunode devices --output ", {"table", "json", "yaml"}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 import yaml
@@ -24,13 +25,15 @@ _RULES = "/apis/resource.k8s.io/v1/devicetaintrules"
 
 @dataclass
 class Cluster:
-    """What the server has and was asked. refuse: status by method, for rules. serves: whether it knows rules."""
+    """What the server has and was asked. refuse: status by method, for rules. serves: whether it knows rules.
+    driver: of its slices."""
 
     kubeconfig: Path
     rules: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     refuse: dict[str, int] = field(default_factory=dict)
     serves: bool = True
+    driver: str = "gpu.gpunode.dev"
 
     def run(self, *arguments: str) -> Result:
         return CliRunner().invoke(app, ["quarantine", *arguments, "--kubeconfig", str(self.kubeconfig)])
@@ -42,14 +45,16 @@ class Cluster:
             for r in self.rules.values()
         }
 
-    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         if path == "/apis/resource.k8s.io/v1":
             return 200, {"resources": [{"name": "devicetaintrules"}] if self.serves else []}
         if path == "/apis/resource.k8s.io/v1/resourceslices":
             devices = [{"name": name} for name in (GPU, *PARTS, OTHER)]
             pool = {"name": NODE, "generation": 1, "resourceSliceCount": 1}
-            spec = {"driver": "gpu.gpunode.dev", "nodeName": NODE, "pool": pool, "devices": devices}
-            return 200, {"metadata": {"resourceVersion": "1"}, "items": [{"metadata": {"name": "s"}, "spec": spec}]}
+            spec = {"driver": self.driver, "nodeName": NODE, "pool": pool, "devices": devices}
+            asked = f"spec.nodeName={NODE},spec.driver={self.driver}" == query.get("fieldSelector", [""])[0]
+            items = [{"metadata": {"name": "s"}, "spec": spec}] if asked else []
+            return 200, {"metadata": {"resourceVersion": "1"}, "items": items}
         if not path.startswith(_RULES):
             return 404, _status(404, "NotFound")
         self.asked.append(method)
@@ -85,8 +90,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:
             data = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-            path = self.path.partition("?")[0]
-            code, body = found.answer(self.command, path, json.loads(data) if data else None)
+            path, _, query = self.path.partition("?")
+            code, body = found.answer(self.command, path, parse_qs(query), json.loads(data) if data else None)
             answer = json.dumps(body).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
@@ -119,6 +124,19 @@ def test_a_gpu_goes_with_its_partitions_and_comes_back_with_them(cluster: Cluste
     assert spec["deviceSelector"] == {"driver": "gpu.gpunode.dev", "pool": NODE, "device": GPU}
     lifted = cluster.run(NODE, GPU, "--lift")
     assert (lifted.exit_code, lifted.output) == (0, f"{GPU} of {NODE} is in service again (3 devices)\n")
+    assert cluster.rules == {}
+
+
+def test_a_gpu_of_another_driver_name(cluster: Cluster) -> None:
+    """Slices are asked for by that name, and the rule, which is found again by it, selects it."""
+    cluster.driver = "gpu.example.com"
+    assert cluster.run(NODE, OTHER, "--reason", "x").exit_code == 1, "not of the usual name"
+    own = ("--driver", cluster.driver)
+    assert cluster.run(NODE, OTHER, "--reason", "x", *own).exit_code == 0
+    (rule,) = cluster.rules.values()
+    assert rule["spec"]["deviceSelector"] == {"driver": cluster.driver, "pool": NODE, "device": OTHER}
+    assert cluster.run(NODE, OTHER, "--lift").exit_code == 1
+    assert cluster.run(NODE, OTHER, "--lift", *own).exit_code == 0
     assert cluster.rules == {}
 
 

@@ -64,7 +64,8 @@ def test_history(state: Path) -> None:
 
 
 def test_clear_leaves_a_word_for_the_agent(state: Path) -> None:
-    assert run("clear", GPU, "--dimension", "xid", "--state", str(state)).exit_code == 0
+    done = run("clear", GPU, "--dimension", "xid", "--state", str(state))
+    assert (done.exit_code, done.output) == (0, f"1 fault of {GPU} will be lifted by the agent\n")
     (request,), problems = store.take_requests(state)
     assert (request.device, request.dimension, problems) == (GPU, Dimension.XID, "")
     assert store.take_requests(state) == ((), "")
@@ -99,7 +100,7 @@ def test_replay(tmp_path: Path) -> None:
     file.write_text(LOG)
     for result in (run("replay", str(file)), run("replay", "-", stdin=LOG)):
         assert result.exit_code == 0
-        assert "0.000 s" in result.output and "1 faults stand at the end" in result.output
+        assert "0.000 s" in result.output and "1 fault stands at the end" in result.output
     told = json.loads(run("replay", str(file), "-o", "json").output)
     assert told["records"] == 1 and told["standing"][0]["device"] == GPU
 

@@ -57,6 +57,7 @@ def agent(
     mode: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="[DEVICE=]MODE",
             help="How GPUs are given out: none, static, dynamic or shared; DEVICE=MODE for one that differs. "
             "May be given several times.",
             show_default="static",

@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import yaml
@@ -14,12 +14,14 @@ from rich.table import Table
 from gpunode.cli.connect import Kubeconfig
 from gpunode.cli.output import Format, console, emit, fail
 from gpunode.model.names import DEFAULT_DRIVER
+from gpunode.model.wording import why
 
 if TYPE_CHECKING:
     from gpunode.kubelet.checkpoint import Entry, HeldDevice, Loaded
 
 
 Driver = Annotated[str, typer.Option(help="DRA driver name.")]
+_LINTED: Final = ("ResourceClaim", "ResourceClaimTemplate", "DeviceClass")
 claim = typer.Typer(help="Claims as manifests.", no_args_is_help=True)
 
 
@@ -49,11 +51,14 @@ def lint(
         text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text()
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        fail(f"{file} cannot be read: {error}", 2)
+        fail(f"{file} cannot be read: {why(error)}", 2)
     found = [f"{_name(document)}: {problem}" for document in documents for problem in problems_of(document, driver)]
     if found:
         fail("\n".join(found))
-    typer.echo(f"{file}: {len(documents)} objects, all in order")
+    checked = sum(isinstance(document, dict) and document.get("kind") in _LINTED for document in documents)
+    if not checked:
+        fail(f"{file}: there is no claim, claim template or device class in it, so nothing was checked")
+    typer.echo(f"{file}: {'1 object' if checked == 1 else f'{checked} objects'}, all in order")
 
 
 def _name(document: object) -> str:

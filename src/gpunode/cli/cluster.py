@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,6 +17,7 @@ from gpunode.cluster import packages
 from gpunode.cluster.cluster import Cluster, load
 from gpunode.cluster.down import down as bring_down
 from gpunode.cluster.errors import ClusterError
+from gpunode.cluster.lifecycle import require_root
 from gpunode.cluster.lifecycle import up as bring_up
 from gpunode.cluster.paths import cache_root
 from gpunode.cluster.spec import DEFAULT_KUBERNETES, DEFAULT_PORT, ClusterSpec
@@ -29,6 +31,7 @@ _EPILOG: Final = "\n\n".join(
         "Examples:",
         "gpunode cluster build",
         "gpunode cluster up --nodes 9",
+        "gpunode cluster install",
         "export KUBECONFIG=$(gpunode cluster kubeconfig --path)",
         "gpunode cluster status -o json",
         "gpunode cluster down",
@@ -81,8 +84,45 @@ def up(
             f"  export KUBECONFIG={cluster.kubeconfig}\n"
             f"  {cluster.kubectl} get nodes\n\n"
             f"Images in every node: localhost/busybox:1, localhost/pause:1. Logs: {cluster.logs}\n"
+            f"gpunode and its fake GPUs: gpunode cluster install{_name_option(name)}\n"
             f"Stop it with: gpunode cluster down{_name_option(name)}"
         )
+
+
+@app.command(epilog="Example:  gpunode cluster install --profile hgx-h100")
+def install(
+    name: Name = "default",
+    profile: Annotated[
+        str, typer.Option(help="Board that every node gets: one of `gpunode fake list`, or a YAML file.")
+    ] = "dgx-a100-80",
+    health_policy: Annotated[
+        Path | None, typer.Option(help="Health policy file of all agents; see docs/health.md.", show_default=False)
+    ] = None,
+    mps: Annotated[bool, typer.Option("--mps", help="Start an MPS keeper on every node as well.")] = False,
+) -> None:
+    """Install gpunode: manifests, controller, and an agent with fake GPUs on every node.
+
+    Again: starts what has died, and agents on nodes that were added. Processes that run keep their settings.
+    """
+    from gpunode.cluster.install import Installation
+    from gpunode.cluster.install import install as run_install
+    from gpunode.hardware.board import BoardError, board_names, load_board
+    from gpunode.health.policy import PolicyError, load_policy
+
+    with _one_sentence():
+        require_root()
+        cluster = _existing(name)
+        try:
+            load_board(profile)
+            load_policy(health_policy)
+        except (BoardError, PolicyError) as error:
+            fail(str(error), 2)
+        board = profile if profile in board_names() else str(Path(profile).absolute())
+        policy = health_policy.absolute() if health_policy is not None else None
+        wish = Installation(profile=board, health_policy=policy, mps=mps)
+        with progress() as report:
+            run_install(cluster, wish, report)
+    typer.echo(f"gpunode runs on {len(cluster.nodes)} nodes of cluster {name}. Their GPUs: kubectl get resourceslices")
 
 
 @app.command(epilog="Example:  gpunode cluster status -o json")

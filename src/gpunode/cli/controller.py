@@ -20,7 +20,11 @@ def controller(
     kubeconfig: Kubeconfig = None,
     driver: Annotated[
         list[str] | None,
-        typer.Option(help="DRA driver whose devices are placed here; may be given several times.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="DRA driver whose devices are placed here; may be given several times.",
+            show_default=DEFAULT_DRIVER,
+        ),
     ] = None,
     identity: Annotated[
         str, typer.Option(help="Name in the leader lease; stable over restarts.", show_default="POD_NAME or host name")

@@ -148,7 +148,7 @@ def _times(broken: "Break") -> Table:
 
 
 def _ranks(ranks: "tuple[Rank, ...]") -> Table:
-    table = Table("rank", "pod", "node", "GPUs (PCI bus)")
+    table = Table("RANK", "POD", "NODE", "GPUS (PCI BUS)", box=None, pad_edge=False)
     for rank in ranks:
         addresses = " ".join(device.removeprefix("gpu-0000-").removesuffix("-00-0") for device in rank.devices)
         table.add_row(str(rank.rank), rank.pod, rank.node, addresses)

@@ -91,11 +91,11 @@ def slices(
     elif output is Format.JSON:
         emit({"apiVersion": "v1", "kind": "List", "items": bodies}, output)
     else:
-        table = Table("Slice", "Devices", "Counter sets", "Types", box=None)
+        table = Table("SLICE", "DEVICES", "COUNTER SETS", "TYPES", box=None, pad_edge=False)
         for one in planned:
             kinds = sorted({d.attributes["type"].string or "" for d in one.spec.devices})
             counts = str(len(one.spec.devices)), str(len(one.spec.shared_counters))
-            table.add_row(one.metadata.name, *counts, ", ".join(kinds))
+            table.add_row(one.metadata.name, *counts, ", ".join(kinds) or "-")
         console().print(table)
     problems = lint(planned)
     if problems:
@@ -139,7 +139,7 @@ def list_profiles(
         emit([{"profile": n, "gpus": len(b.gpus), "product": b.product, "nvlinks": b.nvlink.links,
                "mig": bool(b.mig_profiles), "estimates": b.unknown} for n, b in boards.items()], output)  # fmt: skip
         return
-    table = Table("Profile", "GPUs", "Product", "NVLink", "MIG", "Estimates", box=None)
+    table = Table("PROFILE", "GPUS", "PRODUCT", "NVLINK", "MIG", "ESTIMATES", box=None, pad_edge=False)
     for name in board_names():
         board = load_board(name)
         links = f"{board.nvlink.links} to {board.nvlink.to}" if board.nvlink.links else "-"
@@ -207,8 +207,8 @@ def _table(inventory: Inventory) -> Table:
     title = (
         f"{inventory.node}: driver {inventory.driver_version or 'unknown'}, CUDA {inventory.cuda_version or 'unknown'}"
     )
-    table = Table("Device", "Product", "Memory", "NUMA", "PCIe root", "NVLinks", "NVLink domain", "Near NIC", "MIG",
-                  box=None, title=title, title_justify="left")  # fmt: skip
+    table = Table("DEVICE", "PRODUCT", "MEMORY", "NUMA", "PCIE ROOT", "NVLINKS", "NVLINK DOMAIN", "NEAR NIC", "MIG",
+                  box=None, pad_edge=False, title=title, title_justify="left")  # fmt: skip
     for gpu in inventory.gpus:
         nearest = nics.get(gpu.uuid)
         table.add_row(

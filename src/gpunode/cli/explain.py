@@ -21,6 +21,12 @@ def explain(
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Its namespace.")] = "default",
     output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
     kubeconfig: Kubeconfig = None,
+    driver: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="As the controller's --driver, where it has one.", show_default=DEFAULT_DRIVER
+        ),
+    ] = None,
 ) -> None:
     """Say why a gang waits, or where it was placed.
 
@@ -29,7 +35,7 @@ def explain(
     kind, _, name = what.partition("/")
     if kind not in ("podgroup", "pod") or not name:
         fail(f"{what!r} is not podgroup/NAME or pod/NAME", 2)
-    reason = run(lambda: _reason(kind, namespace, name, kubeconfig))
+    reason = run(lambda: _reason(kind, namespace, name, kubeconfig, frozenset(driver or [DEFAULT_DRIVER])))
     if output is Format.TABLE:
         console().print(f"[bold]{what}[/bold] in {namespace}: {reason.code.value}\n{reason.text}")
     else:
@@ -37,7 +43,7 @@ def explain(
               "facts": reason.facts}, output)  # fmt: skip
 
 
-async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig) -> Reason:
+async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, drivers: frozenset[str]) -> Reason:
     from gpunode.controller.world import read_snapshot
     from gpunode.gang.explain import explain as explain_gang
     from gpunode.kube.client import Api
@@ -49,5 +55,4 @@ async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig) 
     known = snapshot.pod_groups if kind == "podgroup" else snapshot.pods
     if key not in known:
         fail(f"there is no {kind} {name} in namespace {namespace}; see kubectl get {kind}s -n {namespace}")
-    config = Config(drivers=frozenset({DEFAULT_DRIVER}))
-    return explain_gang(snapshot, f"{kind}/{key}", datetime.now(UTC), config)
+    return explain_gang(snapshot, f"{kind}/{key}", datetime.now(UTC), Config(drivers=drivers))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from gpunode.cli.connect import Kubeconfig, chosen, run
-from gpunode.cli.output import console, fail
+from gpunode.cli.output import Format, console, emit, fail
 from gpunode.model.faults import FaultOrder
 
 app = typer.Typer(help="Make fake GPUs fail and recover (agents on real GPUs never listen).", no_args_is_help=True)
@@ -71,7 +71,9 @@ def play(
 
 
 @app.command()
-def scenarios() -> None:
+def scenarios(
+    output: Annotated[Format, typer.Option("-o", "--output", help="How to print it.")] = Format.TABLE,
+) -> None:
     """List the fault scenarios that come with gpunode.
 
     Example: [bold]gpunode faults scenarios[/bold]
@@ -80,8 +82,12 @@ def scenarios() -> None:
 
     from gpunode.health.scenario import load_scenario, scenario_names
 
+    scripts = list(map(load_scenario, scenario_names()))
+    if output is not Format.TABLE:
+        emit([{"name": s.name, "seconds": s.seconds, "description": s.description} for s in scripts], output)
+        return
     table = Table("NAME", "SECONDS", "WHAT HAPPENS", box=None, pad_edge=False)
-    for script in map(load_scenario, scenario_names()):
+    for script in scripts:
         table.add_row(script.name, f"{script.seconds:g}", script.description)
     console().print(table)
 

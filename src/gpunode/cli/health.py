@@ -14,6 +14,7 @@ from rich.table import Table
 
 from gpunode.cli.output import Format, console, emit, fail
 from gpunode.model.health import Dimension, Level
+from gpunode.model.wording import why
 
 if TYPE_CHECKING:
     from gpunode.health.catalogue import Catalogue as CatalogueValue
@@ -111,8 +112,8 @@ def clear(
     try:
         request_clear(state, OperatorClear(device, by=f"operator {getpass.getuser()}", dimension=dimension))
     except OSError as error:
-        fail(f"the request cannot be left beside {state}: {error}")
-    console().print(f"{len(standing)} faults of {device} will be lifted by the agent")
+        fail(f"the request cannot be left beside {state}: {why(error)}")
+    console().print(f"{_faults(len(standing))} of {device} will be lifted by the agent")
 
 
 @app.command()
@@ -136,7 +137,7 @@ def replay(
         with nullcontext(sys.stdin) if str(file) == "-" else file.open(errors="replace") as opened:
             replayed = run_replay(read_records(_lines(opened)), machine)
     except OSError as error:
-        fail(f"{file} cannot be read: {error}")
+        fail(f"{file} cannot be read: {why(error)}")
     health = machine.project(replayed.state, DeviceMap())
     left = [(name, finding) for name, device in sorted(health.devices.items()) for finding in device.findings]
     if output is not Format.TABLE:
@@ -155,7 +156,9 @@ def replay(
         when = "-" if after is None else f"{after:.3f} s"
         table.add_row(when, what.device, f"[{colour}]{what.change}[/{colour}]", escape(what.message))
     console().print(table)
-    console().print(f"{replayed.records} records; {len(left)} faults stand at the end")
+    console().print(
+        f"{replayed.records} records; {_faults(len(left))} {'stands' if len(left) == 1 else 'stand'} at the end"
+    )
     for name, finding in left:
         console().print(f"  {name}: {finding.message}", markup=False)
 
@@ -187,6 +190,10 @@ def policy(
     console().print(table)
 
 
+def _faults(count: int) -> str:
+    return "1 fault" if count == 1 else f"{count} faults"
+
+
 def _lines(opened: TextIO) -> Iterator[str]:
     """Lines of a file, each cut to a size no kernel line has."""
     return itertools.takewhile(bool, iter(lambda: opened.readline(_MAX_LINE), ""))
@@ -210,4 +217,4 @@ def _read(path: Path) -> "HealthState":
     except FileNotFoundError:
         fail(f"{path} does not exist: no agent has run here, or it keeps its state elsewhere (--state)")
     except (OSError, ValueError) as error:
-        fail(f"{path} cannot be used: {error}")
+        fail(f"{path} cannot be used: {why(error)}")

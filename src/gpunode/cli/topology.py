@@ -35,7 +35,7 @@ def placement_tree(inventory: Inventory) -> Tree:
 def distance_table(inventory: Inventory) -> Table:
     """How far each GPU is from each GPU and network device."""
     others: list[Gpu | Nic] = [*inventory.gpus, *inventory.nics]
-    table = Table("", *(_short(inventory, device) for device in others), box=None)
+    table = Table("", *(_short(inventory, device) for device in others), box=None, pad_edge=False)
     for gpu in inventory.gpus:
         cells = [Text("X") if device is gpu else _distance_text(gpu, device) for device in others]
         table.add_row(_short(inventory, gpu), *cells)

@@ -14,6 +14,7 @@ import yaml
 from msgspec import Meta
 
 from gpunode.datafiles import data_dir
+from gpunode.model.wording import why
 
 _MAX_FILE = 64 * 1024
 _MAX_PARENTS = 8
@@ -192,7 +193,7 @@ def _compose(path: Path) -> yaml.MappingNode:
             raise BoardError(f"{path}: profiles use no YAML aliases (*name); write the values out")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise BoardError(f"{path}: cannot be read: {error}") from error
+        raise BoardError(f"{path}: cannot be read: {why(error)}") from error
     except yaml.YAMLError as error:
         raise BoardError(f"{path}: not YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):

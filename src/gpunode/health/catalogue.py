@@ -10,6 +10,7 @@ import msgspec
 import yaml
 
 from gpunode.model.health import Action, Clear, Level
+from gpunode.model.wording import why
 
 _MAX_BYTES = 1 << 20
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -180,5 +181,5 @@ def load_catalogue(overrides: Path | None = None) -> Catalogue:
     try:
         text = overrides.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CatalogueError(f"{overrides}: cannot be read: {error}") from error
+        raise CatalogueError(f"{overrides}: cannot be read: {why(error)}") from error
     return parse_overrides(text, builtin_catalogue(), str(overrides))

@@ -15,7 +15,7 @@ _SOURCES = {
 }
 _ENDS = {
     Clear.REBOOT: "a reboot of the host",
-    Clear.RESET: "a successful reset of the GPU, or a reload of the driver",
+    Clear.RESET: "a successful reset of the GPU, which a reload of the driver is too",
     Clear.VERDICT: "the driver's verdict that nothing is to be done",
     Clear.SAMPLE: "a poll that no longer shows it",
 }
@@ -45,8 +45,8 @@ def explain_xid(code: int, catalogue: Catalogue, policy: Policy) -> dict[str, st
     if str(code) in rules.REPEATABLE:
         told["repetition"] = f"met by {policy.repeat_count} different processes on one GPU it counts against the board"
     if level is not Level.HEALTHY:
-        ends = ", ".join(_ENDS[clear] for clear in Clear if clear in entry.clears)
-        told["ends with"] = f"{ends}, or the operator's word; then {policy.hold_down_s:g} s without relapse"
+        ends = "; ".join(_ENDS[clear] for clear in Clear if clear in entry.clears)
+        told["ends with"] = f"{ends}; or the operator's word; then {policy.hold_down_s:g} s without relapse"
     return told
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from gpunode.model.grace import AT_ONCE, FOREVER, MAX_GRACE_S
 from gpunode.model.health import Dimension, Level
+from gpunode.model.wording import why
 
 Effect = Literal["None", "NoSchedule", "NoExecute"]
 _MAX_BYTES = 1 << 20
@@ -151,4 +152,4 @@ def load_policy(path: Path | None = None) -> Policy:
     try:
         return parse_policy(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"{path}: cannot be read: {error}") from error
+        raise PolicyError(f"{path}: cannot be read: {why(error)}") from error

@@ -16,6 +16,7 @@ import yaml
 from msgspec import Meta
 
 from gpunode.model.health import Level, RecoveryAction
+from gpunode.model.wording import why
 
 _MAX_BYTES = 1 << 20
 _FAULT = dict[str, str | int]
@@ -218,7 +219,7 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     try:
         return parse_scenario(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path}: cannot be read: {error}") from error
+        raise ScenarioError(f"{path}: cannot be read: {why(error)}") from error
 
 
 def scenario_names() -> tuple[str, ...]:
