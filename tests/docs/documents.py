@@ -64,6 +64,7 @@ HERE = frozenset(
         "gpunode faults scenarios",
         "gpunode health policy --explain 79",
         "gpunode health policy --explain 94",
+        "gpunode health policy --policy daemonset/examples/health-policy/policy.yaml",
         "gpunode health replay tests/health/ordinary_kernel_lines.txt",
         "gpunode slices --profile hgx-h100 --mode dynamic -o yaml",
         "gpunode slices --profile l4 -o yaml",
@@ -128,18 +129,18 @@ BOUND = {
     "kubectl delete -k daemonset/base --ignore-not-found": _DRY,
     "kubectl apply -k daemonset/mps": _DRY,
     "kubectl delete -k daemonset/mps --ignore-not-found": _DRY,
+    "kubectl apply -k daemonset/examples/health-policy": _DRY,
     "kubectl delete mutatingadmissionpolicybindings --ignore-not-found gate.gpunode.dev claim-finalizer.gpunode.dev": (
         _DRY
     ),
     "kubectl delete deployment -n gpunode-system --ignore-not-found gpunode-controller": _DRY,
     "kubectl delete devicetaintrules --ignore-not-found gpunode-managed-gpu.gpunode.dev": _DRY,
-    "gpunode claims": Bound(
-        "tests/cli/test_cli_claims.py::test_held_claims_as_table_and_json", "reads the files of a node"
+    "gpunode cluster install": Bound(
+        f"{_E2E}::test_installing_once_more_changes_nothing", "on the cluster there is, which has it already"
     ),
-    "gpunode health status": Bound("tests/health/test_health_cli.py::test_status", "reads the files of a node"),
-    "gpunode health history": Bound("tests/health/test_health_cli.py::test_history", "reads the files of a node"),
 }
 OPEN_A_GATE = "kubectl patch pod -n team-a POD "
+IN_AGENT = ("AGENT=$(kubectl get pods ", "kubectl exec -n gpunode-system $AGENT -- ")
 
 
 def runs_on_cluster(command: Command) -> bool:
@@ -149,4 +150,6 @@ def runs_on_cluster(command: Command) -> bool:
 def bound(command: Command) -> Bound | None:
     if command.text.startswith(OPEN_A_GATE):
         return Bound(f"{_E2E}::test_a_gate_can_be_opened_by_hand", "with the name of a pod of its own")
+    if command.text.startswith(IN_AGENT):
+        return Bound("tests/e2e/test_e2e_pods.py::test_the_commands_of_a_node_run_in_its_agents_pod", "needs pods")
     return BOUND.get(command.text)

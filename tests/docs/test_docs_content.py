@@ -10,6 +10,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from gpunode.controller.metrics import ControllerMetrics
+from gpunode.health.policy import Policy, load_policy
 from gpunode.model.gang import ReasonCode
 from tests.docs.documents import ROOT, pages, prose
 from tests.docs.figures import BEGIN, END, table
@@ -112,6 +113,22 @@ def test_every_manifest_is_applied(name: str) -> None:
     folder = ROOT / "daemonset" / name
     listed: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert set(listed["resources"]) == {f.name for f in folder.glob("*.yaml")} - {"kustomization.yaml"}
+
+
+def test_the_example_of_a_health_policy_is_one() -> None:
+    """load_policy raises for what the agent would not take."""
+    assert load_policy(ROOT / "daemonset" / "examples" / "health-policy" / "policy.yaml") != Policy()
+
+
+def test_every_directory_of_manifests_is_told() -> None:
+    (row,) = [line for line in document("README.md").splitlines() if line.startswith("| `daemonset/` |")]
+    folders = {folder.name for folder in (ROOT / "daemonset").iterdir()}
+    assert folders == set(re.findall(r"`([a-z-]+)`", row))
+
+
+def test_every_module_beside_the_packages_is_told() -> None:
+    modules = {f.stem for f in (ROOT / "src" / "gpunode").glob("*.py") if not f.stem.startswith("_")}
+    assert modules <= set(re.findall(r"`(\w+)` \(", document("docs/architecture.md")))
 
 
 def test_every_metric_of_the_controller_is_told() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -16,6 +17,8 @@ from gpunode.cluster.cluster import Cluster
 from gpunode.cluster.install import kubectl
 from gpunode.cluster.paths import cache_root
 from gpunode.cluster.story import NAMESPACE, Stage, stage
+from gpunode.health.policy import Policy, parse_policy
+from gpunode.kubelet.plugin import KubeletPaths
 from tests.docs.documents import OPEN_A_GATE, ROOT, Command, all_commands, bound, commands, pages, runs_on_cluster
 
 pytestmark = pytest.mark.e2e
@@ -76,10 +79,9 @@ def test_installing_and_removing_is_accepted(cluster: Cluster, text: str) -> Non
 
 
 def overlay(cluster: Cluster, title: str, folder: Path) -> list[dict[str, Any]]:
-    """What an overlay of the page on operations makes of the base, by its first line."""
+    """What an overlay of the page on operations makes of the manifests, by its first line."""
     text = (ROOT / "docs" / "operations.md").read_text().partition(f"# {title}\n")[2].partition("```")[0]
-    base = os.path.relpath(ROOT / "daemonset" / "base", folder)
-    (folder / "kustomization.yaml").write_text(text.replace("PATH-TO/daemonset/base", base))
+    (folder / "kustomization.yaml").write_text(text.replace("PATH-TO", os.path.relpath(ROOT, folder)))
     return list(yaml.safe_load_all(run(cluster, f"kubectl kustomize {folder}")))
 
 
@@ -163,14 +165,70 @@ def refusal(cluster: Cluster, driver: str, kind: str) -> str:
 
 
 def test_the_overlay_of_the_mps_keeper_is_one(cluster: Cluster, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
-    text = page.partition("# kustomization.yaml for daemonset/mps\n")[2].partition("```")[0]
-    folder = os.path.relpath(ROOT / "daemonset" / "mps", tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(text.replace("PATH-TO/daemonset/mps", folder))
-    (keeper,) = yaml.safe_load_all(run(cluster, f"kubectl kustomize {tmp_path}"))
+    (keeper,) = overlay(cluster, "kustomization.yaml for daemonset/mps", tmp_path)
     spec = keeper["spec"]["template"]["spec"]
     assert spec["nodeSelector"] == {"gpunode.dev/gpus": "true"}
     assert spec["containers"][0]["args"][-1] == "--driver-root=/opt/nvidia/driver"
+
+
+def test_the_mps_keeper_of_another_driver_name_shares_its_agents_directory(cluster: Cluster, tmp_path: Path) -> None:
+    (keeper,) = overlay(cluster, "kustomization.yaml for daemonset/mps under another driver name", tmp_path)
+    assert "gpu.gpunode.dev" not in yaml.safe_dump(keeper)
+    spec = keeper["spec"]["template"]["spec"]
+    places = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
+    paths = {v["name"]: v["hostPath"]["path"] for v in spec["volumes"]}
+    assert places["mps"] == paths["mps"] == str(KubeletPaths().plugin_dir(OTHER) / "mps")
+    assert f"--driver={OTHER}" in spec["containers"][0]["args"]
+
+
+def test_another_kubelet_directory_is_seen_at_the_same_path(cluster: Cluster, tmp_path: Path) -> None:
+    built = overlay(cluster, "kustomization.yaml for another kubelet directory", tmp_path)
+    (spec,) = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "DaemonSet"]
+    (container,) = spec["containers"]
+    (place,) = [m for m in container["volumeMounts"] if m["name"] == "kubelet"]
+    (path,) = [v["hostPath"]["path"] for v in spec["volumes"] if v["name"] == "kubelet"]
+    assert place["mountPath"] == path
+    assert place["mountPropagation"] == "Bidirectional"
+    assert f"--kubelet-dir={path}" in container["args"]
+
+
+@pytest.mark.parametrize("of", ["page", "example"])
+def test_the_health_policy_is_where_the_agent_reads_it(cluster: Cluster, tmp_path: Path, of: str) -> None:
+    example = ROOT / "daemonset" / "examples" / "health-policy"
+    if of == "page":
+        shutil.copy(example / "policy.yaml", tmp_path)
+        built = overlay(cluster, "kustomization.yaml with a health policy", tmp_path)
+    else:
+        built = list(yaml.safe_load_all(run(cluster, f"kubectl kustomize {example}")))
+    (spec,) = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "DaemonSet"]
+    (policy,) = [one for one in built if one["kind"] == "ConfigMap"]
+    (container,) = spec["containers"]
+    (volume,) = [v for v in spec["volumes"] if "configMap" in v]
+    (place,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+    assert policy["metadata"]["name"] == volume["configMap"]["name"] != "gpunode-health-policy", (
+        "no hash of its content"
+    )
+    assert policy["metadata"]["namespace"] == "gpunode-system"
+    (argument,) = [a for a in container["args"] if a.startswith("--health-policy=")]
+    directory, _, file = argument.partition("=")[2].rpartition("/")
+    assert directory == place["mountPath"]
+    assert parse_policy(policy["data"][file]) != Policy()
+
+
+def test_installing_once_more_changes_nothing(cluster: Cluster) -> None:
+    name = cluster.spec.name
+    status = f"gpunode cluster status --name {name} -o json"
+    before = json.loads(run(cluster, status))["components"]
+    assert f"gpunode runs on {len(cluster.nodes)} nodes" in run(cluster, f"gpunode cluster install --name {name}")
+    assert json.loads(run(cluster, status))["components"] == before
+
+
+def test_what_an_agent_keeps_is_where_the_page_says(cluster: Cluster) -> None:
+    files = cluster.nodes[0].state
+    page = (ROOT / "docs" / "local-cluster.md").read_text()
+    assert "`nodes/NODE/gpunode/health.json` and `nodes/NODE/var-lib-kubelet`" in page
+    run(cluster, f"gpunode health status --state {files}/gpunode/health.json")
+    run(cluster, f"gpunode claims --kubelet-dir {files}/var-lib-kubelet")
 
 
 def test_the_environment_is_as_documented(cluster: Cluster) -> None:

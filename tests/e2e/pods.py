@@ -59,7 +59,8 @@ def host_python(mounts: bool) -> Patch:
             kept.append(path)
     volumes = [{"name": f"host-{n}", "hostPath": {"path": str(path)}} for n, path in enumerate(kept)]
     places = [{"name": f"host-{n}", "mountPath": str(path), "readOnly": True} for n, path in enumerate(kept)]
-    env = {"PYTHONPATH": f"{ROOT}/src", "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    path = f"{sys.prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    env = {"PYTHONPATH": f"{ROOT}/src", "PYTHONDONTWRITEBYTECODE": "1", "PATH": path}
     container = f"{_POD}/containers/0"
     return [
         {"op": "add", "path": f"{container}/command", "value": [sys.executable, "-m", "gpunode"]},
@@ -75,8 +76,15 @@ def _append(path: str, values: list[dict[str, Any]], there: bool) -> Patch:
     return [{"op": "add", "path": path, "value": values}]
 
 
-def apply(cluster: Cluster, folder: Path, agent: Patch, controller: Patch | None = None, tag: str = FIRST) -> None:
-    """The manifests through a kustomization in `folder`."""
+def apply(
+    cluster: Cluster,
+    folder: Path,
+    agent: Patch,
+    controller: Patch | None = None,
+    tag: str = FIRST,
+    policy: str | None = None,
+) -> None:
+    """The manifests through a kustomization in `folder`. policy: a health policy, brought as operations.md says."""
     patches = {("DaemonSet", AGENT): agent, ("Deployment", CONTROLLER): controller or []}
     kustomization = {
         "resources": [os.path.relpath(ROOT / "daemonset" / "fake", folder)],
@@ -87,6 +95,11 @@ def apply(cluster: Cluster, folder: Path, agent: Patch, controller: Patch | None
             if patch
         ],
     }
+    if policy is not None:
+        (folder / "policy.yaml").write_text(policy)
+        generated = {"name": "gpunode-health-policy", "namespace": SYSTEM_NAMESPACE, "files": ["policy.yaml"]}
+        kustomization["components"] = [os.path.relpath(ROOT / "daemonset" / "health-policy", folder)]
+        kustomization["configMapGenerator"] = [generated]
     (folder / "kustomization.yaml").write_text(json.dumps(kustomization))
     kubectl(cluster, "apply", "-k", str(folder))
 

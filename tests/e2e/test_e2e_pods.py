@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import itertools
+import json
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from gpunode.cluster.cluster import Cluster, Node
 from gpunode.cluster.install import kubectl
 from gpunode.kube.kinds import CLAIMS, PODS
 from gpunode.model.names import SYSTEM_NAMESPACE
+from tests.docs.documents import IN_AGENT, all_commands
 from tests.e2e import pods
 from tests.e2e.nodes import dra_socket, slices_of, sockets
 from tests.e2e.rolling import SliceGaps, slice_gaps, until
@@ -226,6 +229,65 @@ async def test_an_agent_that_does_not_get_ready_replaces_nobody(installed: Insta
         assert max(one.longest_s for one in gaps) < GAP_S, [one.gaps_s for one in gaps]
     # What it leaves behind counts for nothing.
     await until(lambda: all(len(sockets(node)) == 1 for node in cluster.nodes), "its sockets to go")
+
+
+def test_the_commands_of_a_node_run_in_its_agents_pod(installed: Installed) -> None:
+    """As docs/operations.md shows them; here gpunode is the host's instead of the image's."""
+    cluster = installed.cluster
+    lines = [command.text for command in all_commands() if command.text.startswith(IN_AGENT)]
+    assert len(lines) == 4
+    environment = {"KUBECONFIG": str(cluster.kubeconfig), "PATH": f"{Path(cluster.kubectl).parent}:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "known devices" in done.stdout and "this node holds no claims" in done.stdout, done.stdout
+
+
+async def test_a_health_policy_reaches_the_agents_and_a_wrong_one_does_not(installed: Installed) -> None:
+    cluster, node = installed.cluster, installed.cluster.nodes[0]
+    policy = (pods.ROOT / "daemonset" / "examples" / "health-policy" / "policy.yaml").read_text()
+    (slice_,) = slices_of(cluster, node)
+    device = slice_["spec"]["devices"][0]["name"]
+
+    def apply(text: str) -> None:
+        pods.apply(cluster, installed.folder, installed.agent, installed.controller, policy=text)
+
+    await asyncio.to_thread(apply, policy)
+    await asyncio.to_thread(pods.rolled_out, cluster, WORKLOADS[0])
+    async with scene(cluster, "policy") as here:
+        pending = {"name": "t", "description": "A test.", "steps": [{"at": 0, "do": "remap-pending", "gpu": 0}]}
+        await give_order(here.api, node.name, new_order(scenario=json.dumps(pending)))
+        # Without the policy it would be the effect None, and no second taint.
+        wanted = {("gpunode.dev/remap", "NoSchedule"), ("grace.gpunode.dev/remap", "None")}
+        await until(lambda: wanted <= effects(cluster, node, device), f"{device} to be tainted as the policy says")
+        await give_order(here.api, node.name, new_order(device, recover=True))
+        await until(lambda: effects(cluster, node, device) == set(), f"{device} to be well again")
+    before = ready_agents(cluster)
+    assert len(before) == 2
+    await asyncio.to_thread(apply, "effects: {nonsense: NoSchedule}\n")
+    await until(
+        lambda: any("'nonsense' names nothing" in text for text in ended(cluster)), "an agent to say why it ends"
+    )
+    assert ready_agents(cluster) == before
+    await asyncio.to_thread(pods.apply, cluster, installed.folder, installed.agent, installed.controller)
+    await asyncio.to_thread(pods.rolled_out, cluster, WORKLOADS[0])
+
+
+def effects(cluster: Cluster, node: Node, device: str) -> set[tuple[str, str]]:
+    found = [d for s in slices_of(cluster, node) for d in s["spec"].get("devices", ()) if d["name"] == device]
+    return {(taint["key"], taint["effect"]) for one in found for taint in one.get("taints", ())}
+
+
+def ended(cluster: Cluster) -> list[str]:
+    """What agents said that are not ready."""
+    return [logs(cluster, pod) for pod in pods.pods_of(cluster, pods.AGENT) if not pods.is_ready(pod) and began(pod)]
+
+
+def began(pod: dict[str, Any]) -> bool:
+    """Whether there can be a log."""
+    return any("waiting" not in s["state"] or s["restartCount"] for s in pod["status"].get("containerStatuses", ()))
 
 
 async def test_slices_of_a_node_that_is_deleted_go_and_stay_away(installed: Installed) -> None:

@@ -27,6 +27,7 @@ def explain(
             metavar="NAME", help="As the controller's --driver, where it has one.", show_default=DEFAULT_DRIVER
         ),
     ] = None,
+    blast_share: Annotated[float, typer.Option(min=0, max=1, help="As the controller's --blast-share.")] = 0.2,
 ) -> None:
     """Say why a gang waits, or where it was placed.
 
@@ -35,7 +36,8 @@ def explain(
     kind, _, name = what.partition("/")
     if kind not in ("podgroup", "pod") or not name:
         fail(f"{what!r} is not podgroup/NAME or pod/NAME", 2)
-    reason = run(lambda: _reason(kind, namespace, name, kubeconfig, frozenset(driver or [DEFAULT_DRIVER])))
+    config = Config(drivers=frozenset(driver or [DEFAULT_DRIVER]), blast_share=blast_share)
+    reason = run(lambda: _reason(kind, namespace, name, kubeconfig, config))
     if output is Format.TABLE:
         console().print(f"[bold]{what}[/bold] in {namespace}: {reason.code.value}\n{reason.text}")
     else:
@@ -43,7 +45,7 @@ def explain(
               "facts": reason.facts}, output)  # fmt: skip
 
 
-async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, drivers: frozenset[str]) -> Reason:
+async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, config: Config) -> Reason:
     from gpunode.controller.world import read_snapshot
     from gpunode.gang.explain import explain as explain_gang
     from gpunode.kube.client import Api
@@ -55,4 +57,4 @@ async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, 
     known = snapshot.pod_groups if kind == "podgroup" else snapshot.pods
     if key not in known:
         fail(f"there is no {kind} {name} in namespace {namespace}; see kubectl get {kind}s -n {namespace}")
-    return explain_gang(snapshot, f"{kind}/{key}", datetime.now(UTC), Config(drivers=drivers))
+    return explain_gang(snapshot, f"{kind}/{key}", datetime.now(UTC), config)
