@@ -1,20 +1,24 @@
 """What the documents list is what there is: links, reasons, rights, metrics, make targets, dependencies, decisions."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 from prometheus_client import CollectorRegistry
 
+from gpunode.cli.main import app
 from gpunode.controller.metrics import ControllerMetrics
 from gpunode.health.policy import Policy, load_policy
 from gpunode.model.gang import ReasonCode
 from tests.docs.documents import ROOT, pages, prose
 from tests.docs.figures import BEGIN, END, table
 
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -136,6 +140,58 @@ def test_every_metric_of_the_controller_is_told() -> None:
     ControllerMetrics(registry)
     names = {m.name + ("_total" if m.type == "counter" else "") for m in registry.collect()}
     assert names <= first_cells(document("docs/operations.md"))
+
+
+def told_reasons() -> set[str]:
+    """The constant reasons of Events in the source: second argument of `emit`, first of `Notice` and `complain`."""
+    found = set()
+    for file in (ROOT / "src" / "gpunode").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            place = {"emit": 1, "Notice": 0, "complain": 0, "_complain": 0}.get(name)
+            if place is not None and len(node.args) > place and isinstance(node.args[place], ast.Constant):
+                found.add(str(ast.literal_eval(node.args[place])))
+    return found
+
+
+def test_every_event_is_told() -> None:
+    reasons = told_reasons() | {"GpuUnhealthy", "GpuDegraded", "GpuNotice", "GpuRecovered"}
+    assert len(reasons) > 18, "the places where Events are told are not found any more"
+    events = document("docs/operations.md").partition("\n## Events\n")[2].partition("\n## ")[0]
+    assert reasons == first_cells(events)
+
+
+def workloads() -> list[tuple[str, list[str]]]:
+    """(file, arguments) of every container of ours."""
+    found = []
+    for file in (ROOT / "daemonset").glob("*/*.yaml"):
+        for item in yaml.safe_load_all(file.read_text()):
+            if item["kind"] in ("DaemonSet", "Deployment"):
+                found += [(file.name, one["args"]) for one in item["spec"]["template"]["spec"]["containers"]]
+    return found
+
+
+@pytest.mark.parametrize(("file", "arguments"), workloads())
+def test_every_argument_in_the_manifests_is_an_option(file: str, arguments: list[str]) -> None:
+    command, *rest = arguments
+    known = {name for parameter in COMMANDS[command].params for name in parameter.opts}
+    assert {word for word in rest if word.startswith("-")} <= known, file
+
+
+def test_every_argument_in_the_overlays_is_an_option_of_its_command() -> None:
+    """Each `--option=` in a fenced block belongs to the workload that its patch names."""
+    owners = {"gpunode-agent": "agent", "gpunode-controller": "controller", "gpunode-mps-keeper": "mps-keeper"}
+    files = [*(ROOT / "daemonset").rglob("kustomization.yaml"), ROOT / "docs" / "operations.md"]
+    checked = 0
+    for part in (part for file in files for part in file.read_text().split("- target: ")[1:]):
+        named = re.match(r"\{kind: \w+, name: ([\w.-]+)\}", part)
+        for option in re.findall(r"value: (--[\w-]+)=", part.partition("```")[0]):
+            assert named is not None and named[1] in owners, part
+            assert option in {n for p in COMMANDS[owners[named[1]]].params for n in p.opts}, (named[1], option)
+            checked += 1
+    assert checked > 4
 
 
 def test_every_make_target_is_told() -> None:
