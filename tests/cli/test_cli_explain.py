@@ -24,15 +24,21 @@ def kubeconfig(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "kubeconfig"
 
 
-def reason(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path, lines: str, *options: str) -> str:
+def explained(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path, lines: str, gang: str, *options: str) -> str:
     async def read(*_: object) -> Snapshot:
         return scenario(lines).snapshot()
 
     monkeypatch.setattr(world, "read_snapshot", read)
-    arguments = ["explain", "podgroup/g", "-o", "json", "--kubeconfig", str(kubeconfig), *options]
+    arguments = ["explain", gang, "--kubeconfig", str(kubeconfig), *options]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return str(json.loads(done.output)["reason"])
+    return done.output
+
+
+def reason(
+    monkeypatch: pytest.MonkeyPatch, kubeconfig: Path, lines: str, *options: str, gang: str = "podgroup/g"
+) -> str:
+    return str(json.loads(explained(monkeypatch, kubeconfig, lines, gang, "-o", "json", *options))["reason"])
 
 
 def test_a_fault_of_another_drivers_device(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path) -> None:
@@ -48,3 +54,14 @@ def test_a_burst_that_the_controller_does_not_hold_back(monkeypatch: pytest.Monk
     burst = NODES + "".join(f"taint n{n // 8 + 1}/gpu-{n % 8} xid=79 since={now}\n" for n in range(16))
     assert reason(monkeypatch, kubeconfig, burst) == "DeviceFaultHeld"
     assert reason(monkeypatch, kubeconfig, burst, "--blast-share", "1") == "DeviceFault"
+
+
+def test_a_pod_of_a_group_is_explained_as_its_gang(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path) -> None:
+    faulty = f"{NODES}taint n1/gpu-3 xid=79\n"
+    assert reason(monkeypatch, kubeconfig, faulty, gang="pod/g-1") == "DeviceFault"
+    done = explained(monkeypatch, kubeconfig, faulty, "pod/g-1")
+    assert done.startswith("podgroup/g, the gang of pod/g-1, in default: DeviceFault\n")
+    alone = f"{NODES}pod single gpus=9\n"
+    assert explained(monkeypatch, kubeconfig, alone, "pod/single").startswith(
+        "pod/single in default: NoMatchingDevices\n"
+    )

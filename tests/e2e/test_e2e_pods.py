@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -231,18 +231,30 @@ async def test_an_agent_that_does_not_get_ready_replaces_nobody(installed: Insta
     await until(lambda: all(len(sockets(node)) == 1 for node in cluster.nodes), "its sockets to go")
 
 
-def test_the_commands_of_a_node_run_in_its_agents_pod(installed: Installed) -> None:
-    """As docs/operations.md shows them; here gpunode is the host's instead of the image's."""
-    cluster = installed.cluster
+async def test_the_commands_of_a_node_run_in_its_agents_pod(installed: Installed) -> None:
+    """As docs/operations.md shows them, on a GPU with a fault; here gpunode is the host's instead of the image's."""
+    cluster, node, device = installed.cluster, installed.cluster.nodes[0], "gpu-0000-07-00-0"
     lines = [command.text for command in all_commands() if command.text.startswith(IN_AGENT)]
-    assert len(lines) == 4
+    assert [line.partition(" -- ")[2] for line in lines] == [
+        "", "gpunode health status", "gpunode health history", "gpunode claims", f"gpunode health clear {device}",
+    ]  # fmt: skip
+    async with scene(cluster, "exec") as here:
+        await give_order(here.api, node.name, new_order(device, xid=48))
+        await until(lambda: taints(cluster, node, device) != [], f"{device} to be tainted")
+        said = await asyncio.to_thread(shell, cluster, lines)
+        assert f"{device}" in said and "XID 48" in said and "this node holds no claims" in said, said
+        await until(lambda: taints(cluster, node, device) == [], f"{device} to be well by the operator's word")
+
+
+def shell(cluster: Cluster, lines: Sequence[str]) -> str:
+    """What a person's shell prints."""
     environment = {"KUBECONFIG": str(cluster.kubeconfig), "PATH": f"{Path(cluster.kubectl).parent}:/usr/bin:/bin"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
         env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "known devices" in done.stdout and "this node holds no claims" in done.stdout, done.stdout
+    return done.stdout
 
 
 async def test_a_health_policy_reaches_the_agents_and_a_wrong_one_does_not(installed: Installed) -> None:

@@ -4,10 +4,12 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from gpunode.cli.connect import Kubeconfig, chosen, run
 from gpunode.cli.output import Format, console, emit, fail
-from gpunode.model.gang import Config, Reason
+from gpunode.model.core import Pod
+from gpunode.model.gang import Config, Reason, Snapshot
 from gpunode.model.names import DEFAULT_DRIVER
 
 
@@ -29,7 +31,7 @@ def explain(
     ] = None,
     blast_share: Annotated[float, typer.Option(min=0, max=1, help="As the controller's --blast-share.")] = 0.2,
 ) -> None:
-    """Say why a gang waits, or where it was placed.
+    """Say why a gang waits, or where it was placed. A pod of a group is explained as its group.
 
     Example: [bold]gpunode explain podgroup/train[/bold]
     """
@@ -37,15 +39,17 @@ def explain(
     if kind not in ("podgroup", "pod") or not name:
         fail(f"{what!r} is not podgroup/NAME or pod/NAME", 2)
     config = Config(drivers=frozenset(driver or [DEFAULT_DRIVER]), blast_share=blast_share)
-    reason = run(lambda: _reason(kind, namespace, name, kubeconfig, config))
+    gang, reason = run(lambda: _reason(kind, namespace, name, kubeconfig, config))
     if output is Format.TABLE:
-        console().print(f"[bold]{what}[/bold] in {namespace}: {reason.code.value}\n{reason.text}")
+        whose = "" if gang == what else f", the gang of {what},"
+        console().print(f"[bold]{gang}[/bold]{whose} in {namespace}: {reason.code.value}\n{escape(reason.text)}")
     else:
-        emit({"gang": what, "namespace": namespace, "reason": reason.code.value, "text": reason.text,
+        emit({"gang": gang, "namespace": namespace, "reason": reason.code.value, "text": reason.text,
               "facts": reason.facts}, output)  # fmt: skip
 
 
-async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, config: Config) -> Reason:
+async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, config: Config) -> tuple[str, Reason]:
+    """The gang as podgroup/NAME or pod/NAME, and where it stands."""
     from gpunode.controller.world import read_snapshot
     from gpunode.gang.explain import explain as explain_gang
     from gpunode.kube.client import Api
@@ -57,4 +61,14 @@ async def _reason(kind: str, namespace: str, name: str, kubeconfig: Kubeconfig, 
     known = snapshot.pod_groups if kind == "podgroup" else snapshot.pods
     if key not in known:
         fail(f"there is no {kind} {name} in namespace {namespace}; see kubectl get {kind}s -n {namespace}")
-    return explain_gang(snapshot, f"{kind}/{key}", datetime.now(UTC), config)
+    if kind == "pod" and (group := _group(snapshot, snapshot.pods[key])):
+        kind, name = "podgroup", group
+    return f"{kind}/{name}", explain_gang(snapshot, f"{kind}/{namespace}/{name}", datetime.now(UTC), config)
+
+
+def _group(snapshot: Snapshot, pod: Pod) -> str:
+    """The group whose gang a pod is a member of, "" for a gang of its own (also in a group of the basic policy)."""
+    group = pod.spec.scheduling_group
+    name = (group.pod_group_name or "") if group is not None else ""
+    found = snapshot.pod_groups.get(f"{pod.metadata.namespace}/{name}")
+    return name if found is None or found.spec.scheduling_policy.gang is not None else ""

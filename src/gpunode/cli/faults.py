@@ -35,7 +35,7 @@ def inject(
 
 @app.command()
 def recover(node: Node, device: Device, kubeconfig: Kubeconfig = None) -> None:
-    """Undo what was done to one fake GPU, as a reset would.
+    """Undo what was done to one fake GPU, as a reset would; its faults are over at once, without a hold-down.
 
     Example: [bold]gpunode faults recover --node gpu-node-0 --device gpu-0000-07-00-0[/bold]
     """

@@ -24,9 +24,9 @@ class Format(StrEnum):
 
 
 def console() -> Console:
-    """Standard output; without a terminal rich drops colour, and lines are not folded at 80 columns."""
+    """Standard output; without a terminal rich drops colour, and nothing is folded: other programs read lines."""
     terminal = sys.stdout.isatty()
-    return Console(width=None if terminal else 200, highlight=False)
+    return Console(width=None if terminal else 4096, highlight=False)
 
 
 def emit(value: object, output: Format) -> None:
