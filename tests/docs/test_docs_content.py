@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry
 from gpunode.cli.main import app
 from gpunode.controller.metrics import ControllerMetrics
 from gpunode.health.policy import Policy, load_policy
+from gpunode.health.rules import WHAT_NOW
 from gpunode.model.gang import ReasonCode
+from gpunode.model.health import Action
 from tests.docs.documents import ROOT, pages, prose
 from tests.docs.figures import BEGIN, END, table
 
@@ -140,6 +142,15 @@ def test_every_metric_of_the_controller_is_told() -> None:
     ControllerMetrics(registry)
     names = {m.name + ("_total" if m.type == "counter" else "") for m in registry.collect()}
     assert names <= first_cells(document("docs/operations.md"))
+
+
+def test_what_a_fault_asks_for_is_explained() -> None:
+    """Each sentence that says what to do has a row whose words are in it."""
+    text = document("docs/operations.md").partition("| the sentence says |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1].strip() for line in text.splitlines()[2:]]
+    assert len(rows) == 6
+    for action, sentence in WHAT_NOW.items():
+        assert (action is Action.NONE) == (not any(row in sentence for row in rows)), sentence
 
 
 def told_reasons() -> set[str]:
