@@ -1,6 +1,13 @@
-"""The kernel log reader on a regular file: replay, growth, truncation, replacement, damage."""
+"""The kernel log reader: on a regular file (replay, growth, truncation, replacement, damage) and on a device."""
 
 import asyncio
+import errno
+import os
+import pty
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,6 +16,7 @@ from hypothesis import strategies as st
 
 from gpunode.hardware import kmsg
 from gpunode.hardware.stream import ThreadStream
+from gpunode.health.parse import Pending, parse
 from gpunode.model.kmsg import KernelRecord, parse_record
 
 
@@ -108,3 +116,68 @@ async def test_cancelled_reader_leaves_the_stream_usable(tmp_path: Path) -> None
             await asyncio.wait_for(anext(stream), 0.05)
         log.write_text("3,0,1,-;later\n")
         assert await take(stream, 1) == ["later"]
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, Path]]:
+    """A character device that gives one line a read, as /dev/kmsg gives one record; and where its lines are put in."""
+    master, slave = pty.openpty()
+    tty.setcbreak(slave)
+    settings = termios.tcgetattr(slave)
+    settings[3] = settings[3] & ~termios.ECHO | termios.ICANON
+    termios.tcsetattr(slave, termios.TCSANOW, settings)
+    yield master, Path(os.ttyname(slave))
+    os.close(master)
+    os.close(slave)
+
+
+async def test_a_device_gives_a_record_a_read(terminal: tuple[int, Path]) -> None:
+    lines, path = terminal
+    async with kmsg.follow(path, after=4) as stream:
+        os.write(lines, b"3,4,1,-;known\n3,5,2,-;first\n")
+        assert await take(stream, 1) == ["first"]
+        os.write(lines, b"no record\n3,6,3,-;a\\x0ab\n")
+        assert await take(stream, 1) == ["a\nb"]
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EINVAL, errno.EAGAIN, errno.EIO])
+async def test_a_device_that_fails_once_is_read_on(
+    terminal: tuple[int, Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """EPIPE: the ring overran; EINVAL: too long a record; EAGAIN: nothing there after all; others: opened anew."""
+    lines, path = terminal
+    real, failures = os.read, [number]
+
+    def read(descriptor: int, size: int) -> bytes:
+        if descriptor != lines and failures:
+            raise OSError(failures.pop(), os.strerror(number))
+        return real(descriptor, size)
+
+    monkeypatch.setattr(kmsg.os, "read", read)
+    os.write(lines, b"3,7,1,-;after it\n")
+    async with kmsg.follow(path) as stream:
+        assert await take(stream, 1) == ["after it"]
+    assert not failures
+
+
+async def test_this_machines_own_log_is_read_and_has_no_fault_in_it() -> None:
+    path = Path("/dev/kmsg")
+    try:
+        with path.open("rb", buffering=0) as log:
+            os.set_blocking(log.fileno(), False)
+            if not path.is_char_device() or not log.read(8192):
+                pytest.skip("/dev/kmsg is no kernel log here")
+    except OSError as error:
+        pytest.skip(f"/dev/kmsg cannot be read here: {error}")
+    records = []
+    async with kmsg.follow(path) as stream:
+        with suppress(TimeoutError):
+            while len(records) < 500:
+                records.append(await asyncio.wait_for(anext(stream), 0.5))
+    sequences = [record.seq for record in records]
+    assert sequences == sorted(set(sequences)) and len(sequences) > 0
+    if not Path("/proc/driver/nvidia").exists():
+        pending = Pending()
+        for record in records:
+            signals, pending = parse(record.text, pending)
+            assert not signals, record

@@ -226,9 +226,12 @@ def test_what_polls_show(change: dict[str, object], dimension: Dimension, level:
 
 def test_a_value_that_is_not_offered_any_more_ends_nothing() -> None:
     node = Node(Policy(hold_down_s=0))
-    node.feed(replace(GOOD_A, remap_failed=True, ecc_uncorrected=1))
+    shown = replace(GOOD_A, remap_failed=True, ecc_uncorrected=1, fabric_state="completed")
+    node.feed(replace(shown, fabric_faults=frozenset({"route-unhealthy"})))
     node.feed(GpuSample("GPU-a", A))
-    assert len(node.feed(GpuSample("GPU-a", A), after=100).of(GPU_A).findings) == 2
+    assert len(node.feed(GpuSample("GPU-a", A), after=100).of(GPU_A).findings) == 3
+    node.feed(replace(GOOD_A, fabric_state="completed"))
+    assert not node.feed(replace(GOOD_A, fabric_state="completed"), after=100).of(GPU_A).findings
 
 
 def test_errors_that_a_reset_cleared_while_nobody_looked_are_told() -> None:

@@ -11,6 +11,8 @@ LEFTOVERS = "leftover-processes"
 # Boards with page retirement (before A100) may retire 64 pages. Source: NVIDIA, dynamic page retirement.
 _MAX_RETIRED = 64
 _UNUSABLE_FABRIC = frozenset({"route-unhealthy", "access-timeout-recovery", "incorrect-configuration"})
+_UNREADY_FABRIC = frozenset({"notStarted", "inProgress"})
+_LESSER_FABRIC = frozenset({"degraded-bandwidth", "route-recovery", "limited-capacity"})
 
 
 def effects(
@@ -79,7 +81,7 @@ def _memory(device: str, sample: GpuSample) -> list[rules.Raise]:
 
 
 def _fabric(device: str, sample: GpuSample) -> list[rules.Raise]:
-    if sample.fabric_state in ("notStarted", "inProgress"):
+    if sample.fabric_state in _UNREADY_FABRIC:
         meaning = "registration with the NVLink fabric has not ended"
         return [_shown(device, Dimension.FABRIC, sample.fabric_state, "Fabric start", meaning, Action.INSPECT)]
     if not sample.fabric_faults:
@@ -130,4 +132,7 @@ def unknown(sample: GpuSample) -> frozenset[str]:
         "remap/failed": (sample.remap_failed, sample.pages_retired),
         "link/down": (sample.links_active,),
     }
-    return frozenset(key for key, offered in values.items() if all(value is None for value in offered))
+    keys = frozenset(key for key, offered in values.items() if all(value is None for value in offered))
+    if sample.fabric_state == "unsupported":
+        keys |= {f"fabric/{code}" for code in _UNREADY_FABRIC | _LESSER_FABRIC | _UNUSABLE_FABRIC}
+    return keys
