@@ -30,11 +30,11 @@ types: setup ## mypy --strict
 	@$(RUN)/mypy
 
 unit: setup ## Tests without a cluster
-	@$(RUN)/pytest -q -m "not e2e and not soak"
+	@$(RUN)/pytest -q -m "not e2e and not soak" --durations=10
 
 e2e: setup ## Tests on the local cluster (root)
 	@$(RUN)/gpunode cluster build
-	@$(RUN)/pytest -q -m "e2e and not soak"
+	@$(RUN)/pytest -q -m "e2e and not soak" --durations=10
 
 soak: setup ## The large counts, whole; writes build/soak.json
 	@$(PY) -m tests.soak $(if $(NAME),--name "$(NAME)")
