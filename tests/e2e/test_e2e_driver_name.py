@@ -57,8 +57,8 @@ async def test_an_agent_comes_back_under_another_name(cluster: Cluster) -> None:
             await here.until("the pod runs", lambda: bool(here.running("user")))
             (pod,) = here.running("user")
             assert pod.spec.node_name == node.name
-            # The kubelet's own doing, half a minute after the old name's last socket.
-            await until(lambda: slices_of(cluster, node) == [], "the old name's slices to go", seconds=60)
+            # The kubelet's own doing, half a minute after the old name's last socket; it backs off where it fails.
+            await until(lambda: slices_of(cluster, node) == [], "the old name's slices to go", seconds=150)
             await here.clear()
         finally:
             with contextlib.suppress(ApiStatusError):

@@ -238,7 +238,8 @@ async def test_the_commands_of_a_node_run_in_its_agents_pod(installed: Installed
     assert [line.partition(" -- ")[2] for line in lines] == [
         "", "gpunode health status", "gpunode health history", "gpunode claims", f"gpunode health clear {device}",
     ]  # fmt: skip
-    await until(lambda: len(pods.pods_of(cluster, pods.AGENT)) == len(cluster.nodes), "pods of earlier tests to go")
+    names = ("get", "pods", "-n", SYSTEM_NAMESPACE, "-l", f"app.kubernetes.io/name={pods.AGENT}", "-o", "name")
+    await until(lambda: len(kubectl(cluster, *names).split()) == len(cluster.nodes), "pods of earlier tests to end")
     async with scene(cluster, "exec") as here:
         await give_order(here.api, node.name, new_order(device, xid=48))
         await until(lambda: taints(cluster, node, device) != [], f"{device} to be tainted")
