@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # A look costs some 8 µs an open file of the node (22 ms where 140 processes have 2,800), and nothing while claims hold
 # all GPUs.
-EVERY_S: Final = 60.0
+EVERY_S: Final = 300.0
 # What keeps GPUs open by right: the driver's and the fabric's daemons, monitoring, display servers, MPS, and agents of
 # ours. The kernel keeps 15 characters of a name. docs/health.md lists them.
 HOST_DAEMONS: Final = (
@@ -46,7 +46,7 @@ class Users(Protocol):
 
 
 class LeftoverWatch:
-    """Looks every minute, beside the polls, whose samples `mark` completes with what was found since.
+    """Looks every five minutes, beside the polls, whose samples `mark` completes with what was found since.
 
     A process counts once two looks in a row have found it, and only on GPUs that no claim held before and after each:
     what a pod does between being prepared and released is never called a leftover, nor is one that is just ending.
