@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from gpunode.agent.monitor import Complain
 from gpunode.kubelet.cdi import NOTHING, CommonEdits
 from gpunode.model.errors import HardwareError
 
@@ -15,9 +16,6 @@ _EVERY_S = 1800.0
 _RETRY_S = 10.0
 # How long an agent that starts waits for the first answer: one that hangs must not keep the kubelet from its agent.
 _FIRST_S = 10.0
-
-# Told of what keeps the agent from working as it should: reason (CamelCase) and a sentence.
-Complain = Callable[[str, str], None]
 
 
 class DriverLibraries:

@@ -39,6 +39,7 @@ Changed = Callable[[], None]
 # Carries an order out; what is returned is still to be run (a scenario takes its time). Raises LookupError for a device
 # that is not here, ValueError for a scenario that is not one.
 Execute = Callable[[FaultOrder, Changed], Awaitable[Coroutine[None, None, None] | None]]
+# Goes on with what an earlier agent began; what is returned is still to be run.
 Resume = Callable[[Changed], Sequence[Coroutine[None, None, None]]]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gpunode.cli.connect import Kubeconfig
+from gpunode.cli.connect import HostRoot, Kubeconfig
 from gpunode.cli.output import fail
 from gpunode.cli.service import serve
 from gpunode.model.names import DEFAULT_DRIVER
@@ -42,7 +42,7 @@ def agent(
     fake_root: Annotated[Path, typer.Option(help="Fake: directory of the fake machine's /sys, /proc and /dev.")] = Path(
         "/var/lib/gpunode/fake"
     ),
-    host_root: Annotated[Path, typer.Option(help="The host's file system, where this is a container.")] = Path("/"),
+    host_root: HostRoot = Path("/"),
     driver_root: Annotated[
         str,
         typer.Option(

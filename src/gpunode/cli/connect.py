@@ -21,6 +21,7 @@ Kubeconfig = Annotated[
         show_default=False,
     ),
 ]
+HostRoot = Annotated[Path, typer.Option(help="The host's file system, where this is a container.")]
 
 
 def chosen(kubeconfig: Path | None) -> Path | None:

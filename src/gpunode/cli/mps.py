@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gpunode.cli.connect import HostRoot
 from gpunode.cli.output import fail
 from gpunode.model.names import DEFAULT_DRIVER
 
@@ -20,7 +21,7 @@ def keeper(
     context: typer.Context,
     driver: Annotated[str, typer.Option(help="DRA driver name of the agent.")] = DEFAULT_DRIVER,
     kubelet_dir: Annotated[Path, typer.Option(help="The kubelet's --root-dir.")] = Path("/var/lib/kubelet"),
-    host_root: Annotated[Path, typer.Option(help="The host's file system, where this is a container.")] = Path("/"),
+    host_root: HostRoot = Path("/"),
     driver_root: Annotated[
         str,
         typer.Option(

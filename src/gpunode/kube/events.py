@@ -8,6 +8,7 @@ from typing import Literal
 
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError, UnreachableError
+from gpunode.model.times import stamp_micro
 
 logger = logging.getLogger(__name__)
 _REPEAT_AFTER_S = 600
@@ -58,7 +59,7 @@ class Recorder:
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
             "metadata": {"name": f"{about.name[:200]}.{uuid.uuid4().hex[:16]}", "namespace": namespace},
-            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "eventTime": stamp_micro(now),
             "reportingController": f"gpunode.dev/{self._component}",
             "reportingInstance": self._instance[:128],
             "action": action,

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from gpunode.kube.client import Api
 from gpunode.kube.errors import ApiError, UnreachableError
 from gpunode.model.meta import ApiStruct, ObjectMeta
+from gpunode.model.times import stamp_micro
 
 logger = logging.getLogger(__name__)
 # Rights that were granted a moment ago take effect within this time.
@@ -133,7 +134,7 @@ class Lease:
         return now - since > (lease.spec.lease_duration_seconds or self._duration)
 
     def _body(self, version: str, transitions: int, holder: str | None) -> dict[str, object]:
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = stamp_micro(datetime.now(UTC))
         metadata = {"name": self._name, "namespace": self._namespace}
         if version:
             metadata["resourceVersion"] = version

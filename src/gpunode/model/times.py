@@ -1,11 +1,16 @@
-"""API timestamps: RFC 3339, UTC, whole seconds."""
+"""API timestamps: RFC 3339, UTC."""
 
 from datetime import UTC, datetime
 
 
 def stamp(moment: datetime) -> str:
-    """An aware datetime as the API writes it."""
+    """An aware datetime as the API writes it, to the second."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def stamp_micro(moment: datetime) -> str:
+    """The same with microseconds, as Events and Leases have it (MicroTime)."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def stamp_now() -> str:

@@ -69,7 +69,7 @@ class Keeper:
         for name, daemon in list(self._daemons.items()):
             if not daemon.alive:
                 del self._daemons[name]
-            elif name not in self._damaged and not _same(daemon, wanted.get(name)):
+            elif name not in self._damaged and daemon.wanted != wanted.get(name):
                 daemon.stop(remove=True)
         for name, one in wanted.items():
             if name not in self._daemons and not one.stop:
@@ -135,7 +135,3 @@ class Keeper:
             yield
         finally:
             os.close(fd)
-
-
-def _same(daemon: Daemon, wanted: Wanted | None) -> bool:
-    return wanted == daemon.wanted
